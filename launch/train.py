@@ -12,34 +12,55 @@ its first job; only errors found by the checks of `harness.config.schema` are re
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from harness.analysis.plan.preflight import check_preflight, preflight
-from harness.config.compose import conf_dir, explain, register, validate
+from harness.config.compose import conf_dir, explain, list_groups, load, read_tree, register, validate
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError, require
+from harness.config.key_help import render_keys
 from harness.config.launch import LaunchKind
-from harness.config.schema import Config, check_world
-from harness.core.credentials import require_variable
+from harness.config.schema import Config
 from harness.core.fast_imports import loading
 from harness.core.locking.run_lease import require_free
 from harness.core.rundir import check_resume, locate, name_run
+from harness.core.safe_stream import safe_output
+from harness.telemetry.sinks.sink_checks import require_packages, require_sinks
 from launch.local.thread_count import count_expected_ranks, rank_thread_environment
 from launch.local.worker import select_worker
 from launch.sweeps.jobs import ComposedJob
 from launch.sweeps.multirun import run_sweep
 
+FLAGS = (
+    *("-h", "--help", "-m", "--multirun", "-c", "--cfg", "--resolve", "-p", "--package", "--hydra-help", "--version"),
+    *("-i", "--info", "-r", "--run", "-cn", "--config-name", "-cp", "--config-path", "-cd", "--config-dir"),
+    *("-sc", "--shell-completion", "--experimental-rerun"),
+)
+"""Flags of Hydra's command line."""
+CFG_VALUES = ("job", "hydra", "all")
+HELP_WIDTH = 120
+"""Width of the help in a pipe."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The Hydra command line; returns the exit code of the run, or the worst one of a sweep."""
-    import hydra
-
     arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        check_flags(arguments)
+    except ConfigError as error:
+        print(f"harness: {error}", file=sys.stderr)
+        return EXIT_BAD_CONFIG
+    if {"-h", "--help"} & set(arguments):
+        return print_help([override for override in arguments if "=" in override])
     sys.argv = ["harness train", *arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    import hydra
+
     codes: list[int] = []
     sweep: list[ComposedJob] = []
 
@@ -70,6 +91,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_warnings(problem for composed in sweep if composed.cfg for problem in preflight(composed.cfg))
         return run_sweep(sweep[0].sweep, sweep, arguments)
     return codes[0] if codes else EXIT_DONE
+
+
+def check_flags(arguments: Sequence[str]) -> None:
+    """Reject flags that Hydra would answer with its usage or a traceback."""
+    flags = [argument.partition("=")[0] for argument in arguments if argument.startswith("-")]
+    for flag in flags:
+        close = get_close_matches(flag, FLAGS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        require(flag in FLAGS, flag, f"no such option; see harness train --help{hint}")
+    if {"--cfg", "-c"} & set(flags):
+        values = [after for flag, after in zip(arguments, [*arguments[1:], ""], strict=True) if flag in ("--cfg", "-c")]
+        values += [argument.partition("=")[2] for argument in arguments if argument.startswith("--cfg=")]
+        for value in values:
+            require(value in CFG_VALUES, "--cfg", f"must be one of {', '.join(CFG_VALUES)}, got {value!r}")
+        message = "prints the config of one job; give one value for each key instead of --multirun"
+        require(not {"--multirun", "-m"} & set(flags), "--cfg", message)
+
+
+def print_help(overrides: Sequence[str]) -> int:
+    """Print groups, keys with their values and meanings, and examples; returns the exit code."""
+    try:
+        cfg = load(overrides)
+    except ConfigError as error:
+        print(f"harness: {error}", file=sys.stderr)
+        return EXIT_BAD_CONFIG
+    texts = read_tree(conf_dir() / "hydra/help/harness.yaml")
+    parts = {
+        "${hydra.help.header}": texts["header"],
+        "${groups:}": list_groups(),
+        "$CONFIG": render_keys(cfg, width=shutil.get_terminal_size((HELP_WIDTH, 24)).columns),
+        "${hydra.help.footer}": texts["footer"],
+    }
+    text = texts["template"]
+    for name, part in parts.items():
+        text = text.replace(name, part)
+    print(text)
+    return EXIT_DONE
 
 
 def run_job(tree: Any, settings: Any, arguments: Sequence[str]) -> int:
@@ -110,28 +168,46 @@ def config_error_text(error: Exception, settings: Any) -> str:
 
 
 def launch_run(cfg: Config) -> int:
-    """Name the run, check it against this machine and its run directory, and launch it here or as a Slurm job."""
+    """Name the run, check it against this machine and its run directory, and launch it here or as a Slurm job.
+
+    For Kubernetes, only its manifest is printed.
+    """
+    from launch.local.banner import finished_line, render_banner
+
     problems = check_preflight(cfg)
+    require_packages(cfg.telemetry)
     name_run(cfg)
+    if cfg.launch.kind is LaunchKind.k8s:
+        from launch.k8s.dry_run import print_manifest
+
+        print_warnings(problems)
+        return print_manifest(cfg)
     check_resume(cfg, locate(cfg))
+    if line := finished_line(cfg):
+        print(line)
+        return EXIT_DONE
     require_free(locate(cfg).path, wait=cfg.launch.kind is LaunchKind.local)
     if cfg.launch.kind is LaunchKind.slurm:
         from launch.slurm import submit
 
         print_warnings(problems)
         return submit.submit_or_print(cfg)
-    require_variable(cfg.telemetry.tracking_uri if cfg.telemetry.mlflow else None)
-    require(
-        not cfg.launch.dry_run, "launch.dry_run", "is for launch=slurm; `harness train --cfg job` prints the config"
-    )
-    message = f"{cfg.launch.nodes} nodes need launch=slurm, or `python -m launch.local.node` on each of them"
+    require_sinks(cfg.telemetry)
+    message = "is for launch=slurm and launch=k8s; `harness train --cfg job` prints the config"
+    require(not cfg.launch.dry_run, "launch.dry_run", message)
+    other = "launch=slurm or launch=k8s, or `python -m launch.local.node` on each of them"
+    message = f"{cfg.launch.nodes} nodes need {other}"
     require(cfg.launch.nodes == 1, "launch.nodes", message)
     with rank_thread_environment(cfg, count_expected_ranks(cfg)), loading():
         from launch.local import start as local
 
         worker = select_worker(locate(cfg))
-    check_world(cfg, local.ranks_to_start(cfg))
+    problems += local.check_machine(cfg)
     print_warnings(problems)
+    is_gpu = local.measure_machine(cfg, nproc := local.ranks_to_start(cfg)).is_gpu
+    banner = render_banner(cfg, nproc=nproc, is_gpu=is_gpu, width=shutil.get_terminal_size().columns)
+    with safe_output():
+        print(banner, flush=True)
     return local.launch(cfg, worker)
 
 

@@ -20,11 +20,16 @@ def all_reduce_sum(vector: Tensor) -> Tensor:
     return vector
 
 
-def all_reduce_min(value: int) -> int:
-    """Minimum over all ranks, by gloo on the host."""
+def all_reduce_min(value: int, group: dist.ProcessGroup | None = None) -> int:
+    """Minimum over all ranks of a group, by gloo on the host."""
     box = torch.tensor(value)
-    dist.all_reduce(box, op=dist.ReduceOp.MIN)
+    dist.all_reduce(box, op=dist.ReduceOp.MIN, group=group)
     return int(box)  # sync: it lies in host memory
+
+
+def call_unmatched_barrier() -> None:
+    """A barrier that the other ranks do not call: all ranks hang. For drills."""
+    dist.barrier()
 
 
 def broadcast(value: T) -> T:

@@ -1,6 +1,8 @@
 """Process groups and device meshes: this rank's place among all ranks.
 
 How: a mesh of replicate x shard ranks, and the same mesh over gloo for tensors in host memory.
+Several ranks can share a GPU for a rehearsal. NCCL rejects two ranks of one machine with the same GPU, so each rank
+gets a host identity of its own, and NCCL connects them over loopback sockets.
 Left out: tensor, pipeline and context parallelism.
 """
 
@@ -18,6 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from harness.config.errors import ConfigError
 from harness.config.parallel import DeviceKind, ParallelConfig
+from harness.distributed.torch_private.flight_recorder import record_collectives
+
+BackgroundGroup = dist.ProcessGroup
+"""All ranks over gloo, for one background thread."""
 
 BACKGROUND_TIMEOUT_S = 3600.0
 """How long a background thread waits for another rank: as long as a slow disk may take."""
@@ -46,6 +52,30 @@ class World:
     def is_first(self) -> bool:
         return self.rank == 0
 
+    @property
+    def num_shards(self) -> int:
+        """Number of different shards of the state."""
+        return self.size // self.replicate
+
+    @property
+    def shard(self) -> int:
+        """Index of the shard of the state that this rank holds."""
+        return self.rank % self.num_shards
+
+    @property
+    def is_first_on_host(self) -> bool:
+        """Whether this is the first rank of its machine."""
+        return rank_from_environment()[2] == 0
+
+    @property
+    def gpu_uuids(self) -> list[str]:
+        """UUIDs of the GPUs that this process sees, in their order; empty on CPU, and for a GPU without one. Creates no
+        CUDA context on them."""
+        if self.device.type != "cuda":
+            return []
+        seen = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        return [str(getattr(gpu, "uuid", "")) for gpu in seen]
+
 
 def rank_from_environment() -> tuple[int, int, int]:
     """(rank, world size, local rank) from torchrun's environment; (0, 1, 0) without torchrun."""
@@ -62,14 +92,17 @@ def num_local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def connect(cfg: ParallelConfig) -> World:
+def connect(cfg: ParallelConfig, *, ranks_per_gpu: int = 1) -> World:
     """Join the process group and create the meshes.
 
     gloo's rings and trees use O(log world_size) peers per rank. Connecting lazily opens only those sockets.
     """
     os.environ.setdefault(LAZY_GLOO, "1")
+    record_collectives()
     rank, size, local_rank = rank_from_environment()
-    device = _device(cfg.device, local_rank)
+    device = _device(cfg.device, local_rank, ranks_per_gpu)
+    if ranks_per_gpu > 1:
+        _share_gpu(device, rank, ranks_per_gpu)
     store = None if "MASTER_ADDR" in os.environ else dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -85,9 +118,7 @@ def connect(cfg: ParallelConfig) -> World:
         shape, axes = (cfg.replicate, size // cfg.replicate), ("replicate", "shard")
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=axes)
     host_mesh = mesh if device.type == "cpu" else init_device_mesh("cpu", shape, mesh_dim_names=axes)
-    background_group = dist.new_group(
-        backend="gloo", timeout=timedelta(seconds=max(cfg.timeout_s, BACKGROUND_TIMEOUT_S))
-    )
+    background_group = new_background_group(cfg.timeout_s)
     return World(
         rank=rank,
         size=size,
@@ -99,36 +130,59 @@ def connect(cfg: ParallelConfig) -> World:
     )
 
 
-def _device(kind: DeviceKind, local_rank: int) -> torch.device:
+def new_background_group(timeout_s: float = 0.0) -> BackgroundGroup:
+    """A gloo group of all ranks for one background thread. Collective: all ranks must call."""
+    group: BackgroundGroup = dist.new_group(
+        backend="gloo", timeout=timedelta(seconds=max(timeout_s, BACKGROUND_TIMEOUT_S))
+    )
+    return group
+
+
+def node_from_environment() -> str:
+    """Node of this rank, from torchrun's environment; "0" without torchrun."""
+    return os.environ.get("GROUP_RANK", "0")
+
+
+def _share_gpu(device: torch.device, rank: int, ranks_per_gpu: int) -> None:
+    """Let NCCL take this rank for a machine of its own, and limit it to its share of the GPU's memory."""
+    if device.type != "cuda":
+        raise ConfigError("launch.ranks_per_gpu", f"is {ranks_per_gpu}, but the ranks run on CPU; use launch.nproc")
+    os.environ["NCCL_HOSTID"] = f"rank-{rank}"
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    torch.cuda.set_per_process_memory_fraction(1 / ranks_per_gpu, device)
+
+
+def _device(kind: DeviceKind, local_rank: int, ranks_per_gpu: int) -> torch.device:
     has_cuda = torch.cuda.is_available()
     if kind is DeviceKind.cpu or (kind is DeviceKind.auto and not has_cuda):
         return torch.device("cpu")
     if not has_cuda:
         raise ConfigError("parallel.device", "cuda was requested, but torch finds no GPU; use auto or cpu")
-    if local_rank >= torch.cuda.device_count():
+    index = local_rank // ranks_per_gpu
+    if index >= torch.cuda.device_count():
         message = f"{local_rank + 1} ranks on this machine, but it has {torch.cuda.device_count()} GPUs"
-        raise ConfigError("launch.nproc", message)
-    device = torch.device("cuda", local_rank)
+        raise ConfigError("launch.nproc", message + (f" for {ranks_per_gpu} ranks each" if ranks_per_gpu > 1 else ""))
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
 
 
-def device_memory_bytes() -> int:
-    """Total memory of this rank's GPU; on CPU, this rank's share of the host's memory."""
+def device_memory_bytes(*, ranks_per_gpu: int) -> int:
+    """What this rank may use of its GPU; on CPU, this rank's share of the host's memory."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory // ranks_per_gpu
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // num_local_ranks()
 
 
 @contextmanager
-def connected(cfg: ParallelConfig) -> Iterator[World]:
+def connected(cfg: ParallelConfig, *, ranks_per_gpu: int = 1) -> Iterator[World]:
     """Hold the process group while the block runs.
 
     After an exception the group is not destroyed: destroying waits for the other ranks, which may wait for this one,
     and the traceback would never be printed. The process is about to end anyway. A `ConfigError` is raised on all
     ranks, so all of them can leave in order.
     """
-    world = connect(cfg)
+    world = connect(cfg, ranks_per_gpu=ranks_per_gpu)
     try:
         yield world
     except ConfigError:

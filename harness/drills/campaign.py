@@ -30,8 +30,8 @@ EARLIEST = 60
 NUM_STEPS = 150
 MARGIN = 15
 """Iterations between two faults, and after the last."""
-NOT_MIXABLE = (FaultKind.full_disk, FaultKind.tracking_down, FaultKind.warmup_cut)
-"""These need their own disk, server or iteration."""
+NOT_MIXABLE = (FaultKind.full_disk, FaultKind.network_down, FaultKind.tracking_down, FaultKind.warmup_cut)
+"""These need their own disk, network, server or iteration."""
 
 
 @final
@@ -48,7 +48,8 @@ class DrawnFault:
 
     def __str__(self) -> str:
         rank = "" if self.fault.rank is None else f" on rank {self.fault.rank}"
-        return f"{self.name} at {self.fault.at}{rank}"
+        at = self.fault.at if self.fault.at_s is None else f"{self.fault.at_s:.0f} s"
+        return f"{self.name} at {at}{rank}"
 
 
 def mixable_scenarios() -> dict[str, Scenario]:

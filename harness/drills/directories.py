@@ -33,6 +33,7 @@ NOT_IN_TWIN_KEY = (
     "run.dir",
     "telemetry.",
     "launch.hang_after_s",
+    "launch.hang_steps",
     "launch.start_within_s",
     "parallel.timeout_s",
 )

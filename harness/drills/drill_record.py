@@ -36,6 +36,8 @@ class Start:
     """Output lines of the launcher, without those of the ranks."""
     seconds: float = 0.0
     """Duration of the start."""
+    ended: float = 0.0
+    """When the runner saw the launcher end, in seconds since 1970; 0: in a record of an older version."""
 
 
 @final
@@ -153,7 +155,7 @@ class DrillEvidence:
         return None if last is None else (last.step, last.cursor, last.loss, last.grad_norm, self.held_out_loss)
 
     @property
-    def restart_s(self) -> float:
+    def stopped_s(self) -> float:
         """Seconds from the last event of each start to the first step of the next start, summed."""
         kept = [event for event in self.events if isinstance(event, RunStarted | StepRecord | RunEnded)]
         total_s, last_s, is_new = 0.0, None, False

@@ -38,7 +38,7 @@ class Expected:
     """Allowed actions, watch and check aside; the first action must be the first of these. Empty: no action is
     allowed."""
     starts: int = 1
-    """Number of starts until the run is done."""
+    """Number of starts until the run is done, restarts inside the job included."""
     exit_code: int = 0
     """Exit code of the last start."""
 
@@ -47,6 +47,16 @@ class Expected:
         valid = not self.names_rank or bool(self.findings or self.notices)
         message = "must be false without drill.expected.findings or drill.expected.notices"
         require(valid, "drill.expected.names_rank", message)
+
+    def describe(self) -> str:
+        """The expected reaction in words."""
+        parts = [f"finding {' or '.join(self.findings)}"] if self.findings else ["no finding"]
+        parts += ["the rank is named"] * self.names_rank
+        parts += [f"layer group {', '.join(self.groups)}"] * bool(self.groups)
+        parts.append(f"action {', then perhaps '.join(self.actions)}" if self.actions else "no action")
+        parts += [f"{self.starts} starts"] * (self.starts > 1)
+        parts += [f"exit code {self.exit_code}"] * (self.exit_code != 0)
+        return ", ".join(parts)
 
 
 @final
@@ -74,6 +84,19 @@ class Bounds:
             value = getattr(self, name)
             valid = value is None or (value >= 0 and math.isfinite(value))
             require(valid, f"drill.bounds.{name}", f"must be 0 or more, or null, got {value}")
+
+    def describe(self) -> str:
+        """The limits in words; empty if there is none."""
+        limits = {
+            "found within {:g} iterations": self.latency_steps,
+            "at most {:g} steps lost": self.steps_lost,
+            "at most {:g} s to recover": self.seconds,
+            "at most {:g} batches excluded": self.excluded,
+            "held-out loss within {:g} nats of a run without the fault": self.loss_gap,
+        }
+        parts = [text.format(limit) for text, limit in limits.items() if limit is not None]
+        parts += ["last losses equal to those of a run without the fault"] * self.identical
+        return ", ".join(parts)
 
 
 @final

@@ -16,11 +16,22 @@ from enum import StrEnum
 from typing import Any, final
 
 from harness.config.errors import EXIT_DONE
-from harness.core.events import ABOUT_SPEED, Action, ActionKind, DrillScored, Finding, Outcome
+from harness.core.events import (
+    ABOUT_SPEED,
+    Action,
+    ActionKind,
+    DrillScored,
+    Finding,
+    Outcome,
+)
 from harness.core.rundir import RunDir
 from harness.drills.drill_record import DrillEvidence, gather, read_drill_record
+from harness.drills.recovery_times import list_recoveries
 from harness.drills.scenario import Expected, Scenario
 from harness.faults.fault_plan import Fault
+
+RESTART_TIMES = ("notice_s", "restart_s", "first_update_s")
+"""Rows of the score card that only a drill with a restart has."""
 
 
 class BoundStatus(StrEnum):
@@ -71,6 +82,13 @@ class Score:
     remarks: list[str] = field(default_factory=list)
     excluded: int = 0
     """Batches that the ledger excludes."""
+    notice_s: float | None = None
+    """From the strike until the launcher, or the runner, noticed the failure. Of several restarts, the slowest counts,
+    here and below; None: there was no restart."""
+    restart_s: float | None = None
+    """From the notice until all ranks had resumed."""
+    first_update_s: float | None = None
+    """From the strike until the first step after it was logged by another start; None: there was no other start."""
 
 
 @final
@@ -128,7 +146,7 @@ def score(scenario: Scenario, victim: DrillEvidence, twin: DrillEvidence | None)
         right_action=is_right(expected.actions, actions_since(victim, detection.since)),
         steps_lost=steps_lost,
         tokens_lost=steps_lost * victim.batch_tokens,
-        seconds=round(sum(outcome.seconds for outcome in victim.of(Outcome)) + victim.restart_s, 3),
+        seconds=round(sum(outcome.seconds for outcome in victim.of(Outcome)) + victim.stopped_s, 3),
         loss_gap=loss_gap(victim, twin),
         identical=None if twin is None else victim.last_numbers == twin.last_numbers,
         false_alarms=None if twin is None else len(find_false_alarms(twin)),
@@ -137,7 +155,16 @@ def score(scenario: Scenario, victim: DrillEvidence, twin: DrillEvidence | None)
         survived=victim.exit_code == expected.exit_code and finished,
         remarks=list_remarks(expected, victim, twin, since=detection.since),
         excluded=victim.num_excluded,
+        **measure_restarts(victim),
     )
+
+
+def measure_restarts(victim: DrillEvidence) -> dict[str, float]:
+    """How long noticing, restarting and the first update took: for each measurement, the slowest of all restarts."""
+    restarts = [recovery for recovery in list_recoveries(victim) if recovery.starts]
+    found = {name: [getattr(recovery, name) for recovery in restarts] for name in RESTART_TIMES}
+    measured = {name: [value for value in values if value is not None] for name, values in found.items()}
+    return {name: max(values) for name, values in measured.items() if values}
 
 
 @final
@@ -248,6 +275,7 @@ def check_bounds(scenario: Scenario, score: Score) -> list[Bound]:
         _exactly("identical", score.identical, True if bounds.identical else None),
         _at_most("false_alarms", score.false_alarms, bounds.false_alarms),
         *([] if bounds.excluded is None else [_at_most("excluded", score.excluded, bounds.excluded)]),
+        *(_at_most(name, value, None) for name in RESTART_TIMES if (value := getattr(score, name)) is not None),
     ]
 
 

@@ -30,6 +30,9 @@ LABELS = {
     "identical": "identical to the twin",
     "false_alarms": "false alarms in the twin",
     "excluded": "batches excluded",
+    "notice_s": "seconds to notice",
+    "restart_s": "seconds from notice to resume",
+    "first_update_s": "seconds from fault to first update",
 }
 
 

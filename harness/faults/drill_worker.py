@@ -6,7 +6,7 @@ from harness import train
 from harness.config.schema import Config
 from harness.faults.fault_plan import read_plan
 from harness.faults.injectors import make_injector
-from harness.faults.site import Site, earlier_strikes, intercept
+from harness.faults.site import Site, begin_time, earlier_strikes, intercept
 from harness.run import Run
 
 
@@ -19,9 +19,17 @@ def install_faults(run: Run) -> Run:
     """Install every fault of the plan in the run."""
     plan = read_plan(run.directory)
     assert plan is not None, "launch.local.worker chose this worker for the plan it saw"
+    begun = begin_time(run)
     injectors = [
         make_injector(
-            Site(run=run, fault=fault, number=number, seed=plan.seed, struck=earlier_strikes(run, number, fault))
+            Site(
+                run=run,
+                fault=fault,
+                number=number,
+                seed=plan.seed,
+                struck=earlier_strikes(run, number, fault),
+                begun=begun,
+            )
         )
         for number, fault in plan
     ]

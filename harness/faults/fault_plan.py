@@ -4,6 +4,8 @@ A fault is a pure function of (seed, iteration, rank): random choices, such as t
 three. The drill is therefore reproducible on every cluster. The plan is stored in the run directory as `drill.json`, so
 a run that is killed and resumes, here or on another node, continues with the same plan. Iterations never repeat, so a
 fault strikes an iteration once. A batch is read again after a rewind that did not exclude it, and is then bad again.
+A fault of the infrastructure may be planned by the clock instead (`at_s`): it changes no number of the run, so its
+iteration does not matter.
 """
 
 from __future__ import annotations
@@ -65,6 +67,10 @@ class FaultKind(StrEnum):
     iterations."""
     hung_rank = "hung_rank"
     """SIGSTOP of this rank."""
+    mismatched_collective = "mismatched_collective"
+    """This rank calls a collective that the others do not call."""
+    raised_error = "raised_error"
+    """This rank raises an exception."""
     kill_rank = "kill_rank"
     """SIGKILL of this rank."""
     kill_node = "kill_node"
@@ -77,6 +83,8 @@ class FaultKind(StrEnum):
     """One bit of the newest checkpoint is flipped on disk, then SIGKILL."""
     truncated_checkpoint = "truncated_checkpoint"
     """The largest file of the newest checkpoint is truncated, then SIGKILL."""
+    network_down = "network_down"
+    """The network between the ranks is down for `factor` seconds."""
     tracking_down = "tracking_down"
     """SIGKILL of the tracking server."""
     clock_jump = "clock_jump"
@@ -91,6 +99,20 @@ DATA_FAULTS = (
     FaultKind.data_shift,
 )
 """These strike a batch index, whenever it is read; all others strike an iteration."""
+
+CLOCK_FAULTS = (
+    FaultKind.hung_rank,
+    FaultKind.raised_error,
+    FaultKind.kill_rank,
+    FaultKind.kill_node,
+    FaultKind.preemption,
+    FaultKind.full_disk,
+    FaultKind.corrupted_checkpoint,
+    FaultKind.truncated_checkpoint,
+    FaultKind.network_down,
+    FaultKind.tracking_down,
+)
+"""Faults of processes, disks and networks; only these can be planned by the clock."""
 
 
 @final
@@ -112,6 +134,10 @@ class Fault:
     """Strength; its meaning and unit depend on the kind."""
     bit: int = 30
     """Bit of a float32, 0 to 31; 30 is the highest bit of the exponent."""
+    at_s: float | None = None
+    """Seconds after the first event of the log; it strikes the first iteration after that, once. Replaces `at`."""
+    duration_s: float = 0.0
+    """With `at_s`: it strikes all iterations for this many seconds, instead of one; a restart ends it."""
 
     def __post_init__(self) -> None:
         require(self.at >= 0, "drill.fault.at", f"must be 0 or more, got {self.at}")
@@ -120,10 +146,21 @@ class Fault:
         message = f"must be a share of the rows, above 0 and at most 1, got {self.factor}"
         require(is_share, "drill.fault.factor", message)
         require(0 <= self.bit < 32, "drill.fault.bit", f"must be from 0 to 31, got {self.bit}")
+        allowed = self.at_s is None or (self.kind in CLOCK_FAULTS and self.at_s >= 0)
+        require(allowed, "drill.fault.at_s", f"must be null, or 0 or more with a fault of {', '.join(CLOCK_FAULTS)}")
+        require(self.duration_s >= 0, "drill.fault.duration_s", f"must be 0 or more, got {self.duration_s}")
 
     def strikes_at(self, moment: int) -> bool:
         """Whether it strikes this iteration or batch index."""
         return self.at <= moment < self.at + self.duration
+
+    def strikes_after(self, elapsed_s: float, *, lasted_s: float | None) -> bool:
+        """Whether a fault planned by the clock strikes this many seconds after the first event of the log.
+
+        `lasted_s` are the seconds since its first strike; None: it has not struck.
+        """
+        assert self.at_s is not None, "planned by the clock"
+        return elapsed_s >= self.at_s if lasted_s is None else lasted_s < self.duration_s
 
     def strikes_rank(self, rank: int, world_size: int) -> bool:
         """Whether it strikes this rank."""

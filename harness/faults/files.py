@@ -67,9 +67,10 @@ class DamagedCheckpoint:
         self._site = site
 
     def before(self, iteration: int) -> None:
-        if not self._site.strikes(iteration):
+        if not self._site.strikes(iteration) or not self._is_ready():
             return
         checkpoint = self._newest()
+        self._site.run.parts.ring.end_sharing()  # a resume from memory would not read the checkpoint
         path = max((file for file in checkpoint.path.iterdir() if file.is_file()), key=lambda file: file.stat().st_size)
         where = f"{checkpoint.name}/{path.name}"
         if self._site.fault.kind is FaultKind.truncated_checkpoint:
@@ -84,6 +85,12 @@ class DamagedCheckpoint:
 
     def after(self, iteration: int) -> None:
         """Never called: the process was killed."""
+
+    def _is_ready(self) -> bool:
+        """Whether another checkpoint is left. A fault that is planned by the clock waits until there is one: a run
+        whose only checkpoint is damaged does not start over by itself."""
+        by_clock = self._site.fault.at_s is not None
+        return not by_clock or len(catalog.list_checkpoints(self._site.run.directory.checkpoints)) > 1
 
     def _newest(self) -> Checkpoint:
         """The newest checkpoint that is due.

@@ -9,8 +9,9 @@ from harness.faults.fault_plan import FaultKind
 from harness.faults.files import DamagedCheckpoint, FullDisk
 from harness.faults.forward import LogitGrowth, NanLoss, Outlier, Overflow
 from harness.faults.gradient import CorruptGradient
+from harness.faults.network import NetworkDown
 from harness.faults.optimizer import CutWarmup, FlippedWeight, RateSpike, ResetMoments
-from harness.faults.process import ProcessSignal, RankSleep, TrackingDown
+from harness.faults.process import MismatchedCollective, ProcessSignal, RaisedError, RankSleep, TrackingDown
 from harness.faults.site import FaultInjector, Site
 
 
@@ -49,10 +50,16 @@ def make_injector(site: Site) -> FaultInjector:
             return BusyDevice(site)
         case FaultKind.hung_rank | FaultKind.kill_rank | FaultKind.kill_node | FaultKind.preemption:
             return ProcessSignal(site)
+        case FaultKind.raised_error:
+            return RaisedError(site)
+        case FaultKind.mismatched_collective:
+            return MismatchedCollective(site)
         case FaultKind.full_disk:
             return FullDisk(site)
         case FaultKind.corrupted_checkpoint | FaultKind.truncated_checkpoint:
             return DamagedCheckpoint(site)
+        case FaultKind.network_down:
+            return NetworkDown(site)
         case FaultKind.tracking_down:
             return TrackingDown(site)
         case FaultKind.clock_jump:

@@ -1,4 +1,5 @@
-"""Injects process faults: a rank that sleeps, hangs or dies, a lost machine, a preemption signal, a dead server.
+"""Injects process faults: a rank that sleeps, hangs, raises or dies, a collective of one rank only, a lost machine, a
+signal of preemption, a dead server.
 
 Each sends the signals that the kernel, the scheduler or a failing machine would send, to the same processes. The strike
 is logged before the signal, so that the next start does not repeat it.
@@ -15,6 +16,7 @@ from typing import final
 
 from harness.config.errors import ConfigError
 from harness.core.rundir import RunDir
+from harness.distributed.collectives import call_unmatched_barrier
 from harness.faults.fault_plan import FaultKind
 from harness.faults.site import Site
 
@@ -71,18 +73,57 @@ class ProcessSignal:
 
 
 @final
+class InjectedError(RuntimeError):
+    """The exception of the fault raised_error."""
+
+
+@final
+class RaisedError:
+    """raised_error: an exception that nothing in the worker handles."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+
+    def before(self, iteration: int) -> None:
+        if self._site.strikes(iteration):
+            self._site.log_strike("raises an exception")
+            raise InjectedError(f"injected in iteration {iteration}")
+
+    def after(self, iteration: int) -> None:
+        """Nothing to undo."""
+
+
+@final
+class MismatchedCollective:
+    """mismatched_collective: a collective of one rank only, as from a branch that not every rank takes."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+
+    def before(self, iteration: int) -> None:
+        if self._site.strikes(iteration):
+            self._site.log_strike("calls a barrier that no other rank calls")
+            call_unmatched_barrier()
+
+    def after(self, iteration: int) -> None:
+        """Nothing to undo."""
+
+
+@final
 class TrackingDown:
     """tracking_down: kills the tracking server during the run."""
 
     def __init__(self, site: Site) -> None:
         self._site = site
-        self._group = tracking_group(site.run.directory) if site.is_here else 0
+        if site.is_here and site.fault.at_s is None:
+            tracking_group(site.run.directory)  # fails before the first step if there is none
 
     def before(self, iteration: int) -> None:
         if self._site.strikes(iteration):
-            self._site.log_strike(f"kills tracking server {self._group} with SIGKILL")
+            group = tracking_group(self._site.run.directory)
+            self._site.log_strike(f"kills tracking server {group} with SIGKILL")
             with suppress(ProcessLookupError):
-                os.killpg(self._group, signal.SIGKILL)
+                os.killpg(group, signal.SIGKILL)
 
     def after(self, iteration: int) -> None:
         """Nothing to undo: the drill runner starts the server again."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, cast, final
 
 from torch import Tensor, nn
@@ -49,6 +49,10 @@ class Site:
     seed: int
     struck: frozenset[int]
     """Iterations that this fault has struck on this rank in earlier starts; it does not strike them again."""
+    begun: float = 0.0
+    """Time of the first event of the log."""
+    strike_times: list[float] = field(default_factory=list)
+    """When it has struck in this start."""
 
     @property
     def is_here(self) -> bool:
@@ -63,7 +67,13 @@ class Site:
 
     def strikes(self, iteration: int) -> bool:
         """Whether the fault strikes this rank in this iteration."""
-        return self.is_here and self.fault.strikes_at(iteration) and iteration not in self.struck
+        if not self.is_here:
+            return False
+        if self.fault.at_s is not None:
+            now = time.time()
+            lasted_s = now - self.strike_times[0] if self.strike_times else None
+            return not self.struck and self.fault.strikes_after(now - self.begun, lasted_s=lasted_s)
+        return self.fault.strikes_at(iteration) and iteration not in self.struck
 
     @property
     def layer(self) -> nn.Module:
@@ -83,8 +93,9 @@ class Site:
 
     def log_strike(self, message: str, iteration: int | None = None) -> None:
         """Append an imminent injection to `faults.jsonl`, at the current iteration unless another is given."""
+        self.strike_times.append(time.time())
         event = FaultInjected(
-            time=time.time(),
+            time=self.strike_times[-1],
             iteration=self.iteration if iteration is None else iteration,
             number=self.number,
             kind=self.fault.kind,
@@ -92,6 +103,13 @@ class Site:
             message=message,
         )
         append_line(self.run.directory.faults, to_json(event))
+
+
+def begin_time(run: Run) -> float:
+    """Time of the first event of the log; that of this call if nothing is logged yet."""
+    log = run.directory.events
+    first = next(events.read(log), None) if log.exists() else None
+    return time.time() if first is None else first.time
 
 
 def earlier_strikes(run: Run, number: int, fault: Fault) -> frozenset[int]:

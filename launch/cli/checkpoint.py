@@ -1,4 +1,4 @@
-"""`harness checkpoint`: lists, verifies, prunes, exports and imports the checkpoints of a run.
+"""`harness checkpoint`: lists, verifies, prunes, averages, exports and imports the checkpoints of a run.
 
 Why: an operator uses it while the run trains, so it must not disturb the run; and it answers at once, without torch.
 How: only the run directory is read. `list` and `verify` change nothing. `prune` applies the retention of the run,
@@ -33,7 +33,7 @@ from launch.cli.progress_bar import ProgressBar
 EXIT_DAMAGED = 1
 DEFAULT_RETENTION = {"keep": 2, "keep_every_steps": 0, "keep_behind_steps": 0}
 """Retention of a run without a config."""
-COMMANDS = "list, verify, prune, export, import, or --help"
+COMMANDS = "list, verify, prune, average, export, import, or --help"
 
 HELP = """\
 usage: harness checkpoint COMMAND [ARGUMENTS]
@@ -42,6 +42,7 @@ commands:
   list     list the checkpoints of a run: harness checkpoint list RUN
   verify   compare every file with its checksum: harness checkpoint verify RUN [NAME...]
   prune    delete what retention does not keep: harness checkpoint prune RUN
+  average  average the parameters of several: harness checkpoint average RUN --last K --output DIR
   export   convert to the Hugging Face layout: harness checkpoint export RUN --output DIR
   import   convert from the Hugging Face layout: harness checkpoint import DIR RUN
 
@@ -64,7 +65,8 @@ version.
 
 PRUNE = """\
 Delete the checkpoints that retention does not keep, as the run itself does. The newest good checkpoint
-always stays, and so does the next candidate to become good. Safe while the run is training.
+always stays, and so does the next candidate to become good, and for ten minutes what `harness ctl RUN rollback` has
+listed. Safe while the run is training.
 """
 
 
@@ -81,6 +83,10 @@ def main(argv: Sequence[str]) -> int:
                 return verify_command(arguments)
             case ["prune", *arguments]:
                 return prune_command(arguments)
+            case ["average", *arguments]:
+                from launch.cli import checkpoint_average
+
+                return checkpoint_average.average_command(arguments)
             case ["export", *arguments]:
                 from launch.cli import model_exchange
 
@@ -159,6 +165,7 @@ def prune_command(arguments: Sequence[str]) -> int:
             keep=kept["keep"],
             keep_every_steps=kept["keep_every_steps"],
             keep_behind_steps=kept["keep_behind_steps"],
+            held=catalog.held_names(run.checkpoints, now=time.time()),
         )
 
     deleted_bytes: list[int] = []

@@ -5,8 +5,9 @@ How: the command is checked against the run directory and written there as a sma
 (`harness.control.inbox`; `harness.control.stop_requests` for stop). The run finds it within about a second, executes it
 on all ranks at the same step, and logs the intervention. A plain `touch RUN/STOP` stops the run too, without a name. An
 error is one line on stderr and exit code 2.
-Left out: whether the processes of the run are still alive. A killed run has no last event in its log; a command waits
-for its next start (a stop is then dropped), and `--wait` waits too, until Ctrl-C.
+Left out: whether the processes of the run are still alive. A run whose launcher was killed too has no last event in its
+log. A command for it, or for a run that crashed, waits for its next start (a stop is then dropped), and `--wait` waits
+too, until Ctrl-C.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ import sys
 import time
 from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, require
+from harness.checkpoint import catalog
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_CRASHED, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, require
 from harness.control import inbox, stop_requests
 from harness.control.commands import (
     LONGEST_REASON,
     Command,
     Order,
+    Rollback,
     in_words,
     one_line,
     parse_order,
@@ -32,7 +36,7 @@ from harness.control.order_effect import describe_effect, incident_batches, pars
 from harness.core.events import Intervention, RunEnded, RunStarted, StepRecord
 from harness.core.locking import run_lease
 from harness.core.rundir import RunDir, user_name
-from harness.telemetry.event_log import read_chunk, tail
+from harness.telemetry.event_log import log_size, read_chunk, tail
 from launch.cli.parser import CommandParser
 
 HELP = """\
@@ -48,6 +52,7 @@ RUN is a run directory, such as runs/first. Commands:
   reweight SOURCE=WEIGHT   change the weights of data sources
   precision KIND           bf16: run an fp8 run in bf16; fp8: switch back to fp8
   checkpoint               save a checkpoint now
+  profile --steps N        profile the next N steps on all ranks, or on --ranks 0,3, into RUN/profiles/; needs no reason
   pause, resume            pause with everything in memory; continue
   stop                     save a checkpoint and exit with 75, or with 0 after the last step
   list                     list pending commands and recent interventions
@@ -74,7 +79,8 @@ DESCRIPTIONS = {
     ),
     "rollback": (
         "Restore the newest untainted checkpoint at or before a step, without a restart of the processes.\n"
-        "No batch is excluded unless --exclude or --incident says so."
+        "No batch is excluded unless --exclude or --incident says so. The checkpoints that it lists, also with\n"
+        "--dry-run, stay on disk for ten minutes."
     ),
     "lr": "Multiply the scheduled learning rate by a factor, until the next lr command.",
     "exclude": "Stop reading a data source; its share goes to the others by their weights.",
@@ -84,6 +90,10 @@ DESCRIPTIONS = {
     ),
     "precision": "Run an fp8 run in bf16, or switch it back to fp8.",
     "checkpoint": "Save a checkpoint now.",
+    "profile": (
+        "Profile the next steps with torch's profiler, without a restart: a trace, a table of kernels and, on GPUs, a\n"
+        "snapshot of memory for each rank, in RUN/profiles/. The profiled steps are slower."
+    ),
     "pause": "Finish the step and wait, with everything in memory, until resume or stop.",
     "resume": "Continue after a pause.",
     "stop": (
@@ -130,9 +140,11 @@ def main(argv: Sequence[str]) -> int:
 def send_command(run: RunDir, name: str, args: Namespace) -> int:
     """Send any command but stop."""
     reason = parse_reason(args)
-    log_bytes = log_size(run)
+    log_bytes = log_size(run.events)
     check_running(run)
     order = build_order(run, name, args)
+    if isinstance(order, Rollback):
+        hold_targets(run)
     check_order(run, order, before=[command.order for command in inbox.waiting(run)])
     effect = describe_effect(run, order)
     if effect:
@@ -152,6 +164,13 @@ def send_command(run: RunDir, name: str, args: Namespace) -> int:
     )
 
 
+def hold_targets(run: RunDir) -> None:
+    """Ask the run to keep the checkpoints that are listed now until the operator has decided. Without the right to
+    write there, they are only listed."""
+    with suppress(OSError):
+        catalog.request_hold(run.checkpoints, catalog.list_checkpoints(run.checkpoints), now=time.time())
+
+
 def build_order(run: RunDir, name: str, args: Namespace) -> Order:
     """The order of a command line."""
     match name:
@@ -166,9 +185,18 @@ def build_order(run: RunDir, name: str, args: Namespace) -> Order:
             return parse_order(name, {"to_step": args.to_step, "exclude": exclude})
         case "reweight":
             return parse_order(name, {"weights": dict(map(parse_weight, args.weights))})
+        case "profile":
+            return parse_order(name, {"num_steps": args.steps, "ranks": parse_ranks(args.ranks)})
         case _:
             given = {key: value for key, value in vars(args).items() if key not in ("reason", "wait")}
             return parse_order(name, given)
+
+
+def parse_ranks(text: str) -> list[int]:
+    """The ranks of `--ranks 0,3`."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    require(all(part.isdecimal() for part in parts), "--ranks", f"must be ranks like 0,3, got {text!r}")
+    return [int(part) for part in parts]
 
 
 def build_skip(name: str, args: Namespace) -> Order:
@@ -203,7 +231,7 @@ def parse_weight(text: str) -> tuple[str, float]:
 def send_stop(run: RunDir, args: Namespace) -> int:
     """`harness ctl RUN stop`."""
     reason = parse_reason(args)
-    log_bytes = log_size(run)
+    log_bytes = log_size(run.events)
     check_running(run)
     try:
         stop_requests.ask(run, who=user_name(), reason=reason)
@@ -267,19 +295,19 @@ def check_run_dir(run: RunDir) -> None:
 
 
 def check_running(run: RunDir) -> None:
-    """Also reject a run that has ended; warn if its process is gone."""
+    """Also reject a run that has ended; warn if it crashed or its process is gone."""
     check_run_dir(run)
     if gone := run_lease.dead_holder(run.path):
         print(f"harness: {run.path} is not running ({gone}); its next start runs this command", file=sys.stderr)
     for event in reversed(tail(run.events)):
+        if isinstance(event, RunEnded) and event.exit_code == EXIT_CRASHED:
+            message = f"crashed at step {event.step}: {event.reason}; its next start runs this command"
+            print(f"harness: {run.path} {message}", file=sys.stderr)
+            return
         if isinstance(event, RunEnded):
             raise ConfigError(str(run.path), f"has ended at step {event.step}: {event.reason}")
         if isinstance(event, RunStarted | StepRecord):
             return
-
-
-def log_size(run: RunDir) -> int:
-    return run.events.stat().st_size if run.events.exists() else 0
 
 
 def wait_or_interrupt(run: RunDir, request: str, wait_for: Callable[[], int]) -> int:
@@ -371,11 +399,15 @@ def parser_of_command(name: str) -> ArgumentParser:
             parser.add_argument("source", metavar="SOURCE", help="name of the source under data.sources")
         case "precision":
             parser.add_argument("kind", metavar="KIND", help="bf16 or fp8")
+        case "profile":
+            parser.add_argument("--steps", metavar="N", type=int, default=3, help="steps to profile (default: 3)")
+            parser.add_argument("--ranks", metavar="R,...", default="", help="ranks to profile (default: all)")
         case "list":
             return parser
     if name in ABOUT_DATA:
         parser.add_argument("--dry-run", action="store_true", help="print what it would do, and send nothing")
     until = "the run has ended; exit with its exit code" if name == "stop" else "the command is done; print the result"
-    parser.add_argument("--reason", metavar="TEXT", required=True, help="reason, recorded in the log of the run")
+    changes_nothing = {"default": "profile"} if name == "profile" else {"required": True}
+    parser.add_argument("--reason", metavar="TEXT", help="reason, recorded in the log of the run", **changes_nothing)
     parser.add_argument("--wait", action="store_true", help=f"wait until {until}")
     return parser

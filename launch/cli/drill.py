@@ -30,7 +30,7 @@ usage: harness drill NAME... [OVERRIDE...]
        harness drill all [OVERRIDE...]
        harness drill list
        harness drill score RUN
-       harness drill campaign --minutes M --seed S [OVERRIDE...]
+       harness drill campaign [--infrastructure] --minutes M --seed S [OVERRIDE...]
 
 Train a run with an injected fault and its clean twin, and score the run against the expectations of the scenario.
 Writes runs/drill-NAME and runs/drill-NAME-twin. The score card is printed, stored in runs/drill-NAME as score.md and
@@ -54,13 +54,7 @@ def main(argv: Sequence[str]) -> int:
                 print(HELP, end="")
                 return EXIT_DONE if argv else EXIT_BAD_CONFIG
             case ["list"]:
-                print(
-                    "\n".join(
-                        cards.align_columns(
-                            [(name, scenarios.load_scenario(name).summary) for name in scenarios.names()]
-                        )
-                    )
-                )
+                print("\n".join(list_drills()))
                 return EXIT_DONE
             case ["score", *arguments]:
                 return score_command(arguments)
@@ -78,6 +72,16 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("harness: interrupted; rerun the same command to start the drill again", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def list_drills() -> list[str]:
+    """Name and summary of each drill, and below it what is expected of the run."""
+    lines = []
+    for name in scenarios.names():
+        scenario = scenarios.load_scenario(name)
+        lines += [f"{name}: {scenario.summary}", f"    expects  {scenario.expected.describe()}"]
+        lines += [f"    bounds   {bounds}"] if (bounds := scenario.bounds.describe()) else []
+    return lines
 
 
 class SigtermAsInterrupt:

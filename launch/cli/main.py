@@ -8,11 +8,14 @@ resumable (requeue).
 
 from __future__ import annotations
 
+import platform
 import sys
 from collections.abc import Sequence
-from importlib import import_module
+from difflib import get_close_matches
+from importlib import import_module, metadata
 
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE
+from harness.core.safe_stream import safe_output
 
 SUMMARIES = {
     "train": "train a model, or resume a run: harness train [group=option] [key=value] ...",
@@ -20,7 +23,7 @@ SUMMARIES = {
     "drill": "inject faults into a run and score it: harness drill NAME... | all | list | campaign ...",
     "status": "show live ranks and progress of a run: harness status RUN [--json]",
     "watch": "follow a run in the terminal: harness watch RUN",
-    "dashboard": "write or serve the HTML page of a run: harness dashboard RUN [--serve]",
+    "dashboard": "write or serve the HTML page of a run, or compare runs: harness dashboard RUN... [--serve]",
     "ctl": "send a command to a running run: harness ctl RUN stop | pause | skip | unskip | lr | rollback ...",
     "checkpoint": "list, verify, prune, export or import checkpoints: harness checkpoint list RUN ...",
     "postmortem": "write the report of an incident: harness postmortem RUN [--incident N]",
@@ -30,29 +33,83 @@ SUMMARIES = {
     "judge": "run the detectors over any loss log: harness judge FILE [--json] [--plot OUT.png]",
     "sweep": "compare the jobs of a sweep: harness sweep report DIR",
     "report": "write an index page over many runs: harness report DIR [--build]",
+    "sample": "generate text from a checkpoint: harness sample RUN --prompt TEXT",
+    "health": "check the devices of this node, before it joins a run: harness health [--gpus N] [--json]",
     "data": "tokenize texts to an indexed corpus, or show a batch: harness data prepare | inspect ...",
 }
 COMMANDS = f"{', '.join(SUMMARIES)}, or --help"
+USUAL_COMMANDS = {
+    "run": "train",
+    "start": "train",
+    "resume": "train",
+    "launch": "train",
+    "generate": "sample",
+    "estimate": "plan",
+    "monitor": "watch",
+    "logs": "watch",
+    "stop": "ctl",
+    "rollback": "ctl",
+    "skip": "ctl",
+    "export": "checkpoint",
+    "import": "checkpoint",
+    "prepare": "data",
+    "tokenize": "data",
+    "explain": "diagnose",
+    "index": "report",
+    "doctor": "health",
+    "burnin": "health",
+}
+"""What other tools call a command, or what users take for one -> the command."""
+PACKAGE = "pretraining-harness"
 
 
 def help_text() -> str:
     lines = [f"  {name:<11} {summary}" for name, summary in SUMMARIES.items()]
-    head, foot = "usage: harness COMMAND [ARGUMENTS]\n\ncommands:", "See `harness COMMAND --help` for its arguments."
+    head = "usage: harness COMMAND [ARGUMENTS]\n\ncommands:"
+    foot = "See `harness COMMAND --help` for its arguments. `harness --version` prints versions."
     return "\n".join([head, *lines, "", foot, ""])
+
+
+def version_text() -> str:
+    """Versions of this package, torch and Python, without importing torch."""
+
+    def version_of(package: str) -> str:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return "(not installed as a package)"
+
+    return f"harness {version_of(PACKAGE)}, torch {version_of('torch')}, Python {platform.python_version()}"
+
+
+def guess_command(name: str) -> str:
+    """A hint at the command that the user may have meant; empty if there is none."""
+    close = get_close_matches(name, SUMMARIES, n=1)
+    meant = close[0] if close else USUAL_COMMANDS.get(name, "")
+    return f"; did you mean {meant}?" if meant else ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
-    match list(sys.argv[1:] if argv is None else argv):
+    with safe_output():
+        return dispatch_command(list(sys.argv[1:] if argv is None else argv))
+
+
+def dispatch_command(arguments: list[str]) -> int:
+    match arguments:
         case ["-h" | "--help" | "help", *_]:
             print(help_text(), end="")
             return EXIT_DONE
-        case [command, *arguments] if command in SUMMARIES:
+        case ["-V" | "--version" | "version", *_]:
+            print(version_text())
+            return EXIT_DONE
+        case [command, *rest] if command in SUMMARIES:
             module = "launch.train" if command == "train" else f"launch.cli.{command}"
-            code: int = import_module(module).main(arguments)
+            code: int = import_module(module).main(rest)
             return code
         case [unknown, *_]:
-            print(f"harness: unknown command {unknown!r}; choose {COMMANDS}", file=sys.stderr)
+            hint = guess_command(unknown)
+            print(f"harness: unknown command {unknown!r}{hint}; choose {COMMANDS}", file=sys.stderr)
         case _:
             print(f"harness: missing command; choose {COMMANDS}", file=sys.stderr)
     return EXIT_BAD_CONFIG

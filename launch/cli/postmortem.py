@@ -11,6 +11,7 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
+from harness.analysis.postmortem.endings import find_ending
 from harness.analysis.postmortem.gather import find_incident, folder_of, incidents, read_non_step_events, remarks
 from harness.analysis.postmortem.write import MARKDOWN, write_folder
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, require
@@ -32,8 +33,9 @@ def main(argv: Sequence[str]) -> int:
         require(run.events.exists(), args.run, f"is not a run directory: it has no {run.events.name}")
         log = read_non_step_events(run.events)
         chosen = [*incidents(log), *remarks(log)] if args.incident is None else [find_incident(run, args.incident)]
+        ending = find_ending(log)
         if not chosen:
-            print(f"{args.run}: no incidents")
+            print(f"{args.run}: no incidents" if ending is None else f"{args.run}: no incidents; {ending.line}")
             return EXIT_DONE
         folders = [write_folder(run, incident) for incident in chosen]
     except ConfigError as error:
@@ -47,6 +49,8 @@ def main(argv: Sequence[str]) -> int:
     else:
         for incident, folder in zip(chosen, folders, strict=True):
             print(incident_line(incident, folder))
+    if ending is not None:
+        print(f"{args.run}: {ending.line}")
     return EXIT_DONE
 
 

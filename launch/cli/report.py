@@ -8,8 +8,10 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.analysis.dashboard.index import RunRow, find_runs, render, run_row
+from harness.analysis.dashboard.comparison import comparison_data
+from harness.analysis.dashboard.index import COMPARISON_PAGE, RunRow, find_runs, group_links, render, run_row
 from harness.analysis.dashboard.page import render as render_page
+from harness.analysis.dashboard.page import render_comparison
 from harness.analysis.dashboard.page_data import page_data
 from harness.analysis.dashboard.story import Story
 from harness.analysis.postmortem.lessons import FILE as LESSONS
@@ -21,8 +23,11 @@ from launch.cli.parser import CommandParser
 DESCRIPTION = """\
 Write DIR/index.html: every run at or below DIR with its state, losses, incidents, goodput and a link to its page,
 grouped by sweep, and the lessons of past incidents (lessons.md beside the runs), which are also printed. With --build
-the page of every run is written too; without it only existing pages are linked.
+the page of every run is written too, and in every directory of runs compare.html, which compares them; without it only
+existing pages are linked. Reports and pictures of `harness sweep report` are linked from their sweep.
 """
+MOST_COMPARED = 32
+"""Runs of one directory that compare.html holds, the first by name."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,11 +49,35 @@ def main(argv: Sequence[str]) -> int:
 def write_run_index(root: Path, out: Path | None, *, build: bool) -> Path:
     """Write the index, completely or not at all; returns its path."""
     require(root.is_dir(), str(root), "is not a directory")
-    rows = [row for run in find_runs(root) for row in [read_row(run, root=root, build=build)]]
-    require(bool(rows), str(root), "no run found: no events.jsonl at or below it")
+    groups: dict[Path, list[RunDir]] = {}
+    for run in find_runs(root):
+        groups.setdefault(run.path.parent, []).append(run)
+    require(bool(groups), str(root), "no run found: no events.jsonl at or below it")
+    rows = [row for runs in groups.values() for row in read_group(runs, root=root, build=build)]
     out = out or root / "index.html"
-    write_atomically(out, render(rows, title=root.resolve().name, lessons=lessons_below(root)))
+    links = {row.group: group_links(root / row.group) for row in rows}
+    text = render(rows, title=root.resolve().name, lessons=lessons_below(root), links=links)
+    write_atomically(out, text)
     return out
+
+
+def read_group(runs: Sequence[RunDir], *, root: Path, build: bool) -> list[RunRow]:
+    """The rows of the runs of one directory; with `build`, also their pages and the page that compares them."""
+    rows: list[RunRow] = []
+    stories: list[tuple[RunDir, Story]] = []
+    now_s = time.time()
+    for run in runs:
+        story = Story()
+        story.read_more(run)
+        if build:
+            write_atomically(run.dashboard, render_page(page_data(run, story, now_s=now_s)))
+            stories += [(run, story)] if len(stories) < MOST_COMPARED else []
+        rows.append(run_row(run, story, root=root, now_s=now_s))
+    if len(stories) > 1:
+        page = runs[0].path.parent / COMPARISON_PAGE
+        data = comparison_data(stories, out=page, now_s=now_s, title=f"{page.parent.resolve().name}: comparison")
+        write_atomically(page, render_comparison(data))
+    return rows
 
 
 def lessons_below(root: Path) -> list[str]:
@@ -57,14 +86,6 @@ def lessons_below(root: Path) -> list[str]:
     folders = {root.resolve().parent} if is_run else {run.path.resolve().parent for run in find_runs(root)}
     lines = [line for folder in sorted(folders) for line in read_lessons(folder / LESSONS)]
     return [line for line in lines if line.startswith(f"- {root.resolve().name} ")] if is_run else lines
-
-
-def read_row(run: RunDir, *, root: Path, build: bool) -> RunRow:
-    story, now_s = Story(), time.time()
-    story.read_more(run)
-    if build:
-        write_atomically(run.dashboard, render_page(page_data(run, story, now_s=now_s)))
-    return run_row(run, story, root=root, now_s=now_s)
 
 
 def build_parser() -> ArgumentParser:

@@ -2,9 +2,10 @@
 
 Why: one command must say whether a run needs attention before anybody logs in to a node; scripts use it too.
 How: only the run directory is read: status.json, the heartbeat of every rank, the end of the event log, and the nodes
-that requeues.jsonl excludes. A rank is *fresh* while its loop makes progress, *late* if it writes heartbeats but its
-loop is stalled, *silent* without recent heartbeats, *ended* once it has exited. Exit code 0: all ranks are alive, or
-the run ended with 0 or 75; 1: a rank is silent, no rank has started, or the run failed; 2: invalid input.
+that nodes.json and requeues.jsonl exclude. A rank is *fresh* while its loop makes progress, *late* if it writes
+heartbeats but its loop is stalled, *silent* without recent heartbeats, *ended* once it has exited. Exit code 0: all
+ranks are alive or being restarted, or the run ended with 0 or 75; 1: a rank is silent, no rank has started, or the run
+failed; 2: invalid input.
 Left out: the clocks of other machines are assumed to agree with this one to within seconds.
 """
 
@@ -28,6 +29,7 @@ from harness.telemetry import heartbeat
 from harness.telemetry.event_log import tail
 from harness.telemetry.heartbeat import MOVING, Beat, RunStatus
 from launch.cli.parser import CommandParser
+from launch.node_record import read_out_nodes
 from launch.slurm import requeue
 from launch.slurm.node_exclusion import NodeExclusion, drop_expired
 
@@ -38,6 +40,8 @@ LATE_WRITES = 2
 SILENT_S = 30.0
 SILENT_WRITES = 5
 """Missing heartbeats in a row before a rank that writes rarely counts as silent."""
+RESTART_S = 120.0
+"""How long a restart may take until the first heartbeat of its ranks; later the run counts as silent."""
 RECENT_ITERATIONS = 100
 RECENT_BYTES = 1 << 20
 
@@ -45,8 +49,8 @@ DESCRIPTION = """\
 Show which ranks are alive, the progress of a run, and slow ranks. Reads only the run directory.
 
 fresh: the loop makes progress; late: the process writes heartbeats, but its loop is stalled; silent: no heartbeat;
-ended: the rank has exited. Exit code 0: all ranks are alive, or the run ended with 0 or 75; 1: a rank is silent, no
-rank has started, or the run failed.
+ended: the rank has exited. Exit code 0: all ranks are alive or being restarted, or the run ended with 0 or 75; 1: a
+rank is silent, no rank has started, or the run failed.
 """
 
 
@@ -84,7 +88,7 @@ class Status:
 
     run: str
     state: str | None
-    """running, paused or ended, as rank 0 last wrote; None if it has not."""
+    """running, paused or ended, as rank 0 last wrote, or restarting; None if it has not."""
     step: int | None
     num_steps: int | None
     iteration: int | None
@@ -96,13 +100,15 @@ class Status:
     slow: list[str]
     """The sentinel's recent findings about slow ranks."""
     excluded: list[NodeExclusion]
-    """Nodes that the next start of a Slurm job excludes."""
+    """Machines that are out because of their faults; the next start of a Slurm job excludes them."""
+    is_restarting: bool = False
+    """The launcher has just stopped all ranks after a failure, and starts them again."""
 
     def status_exit_code(self) -> int:
         """Exit code of the command."""
         if self.state == RunStatus.ended:
             return EXIT_DONE if self.exit_code in (EXIT_DONE, EXIT_INTERRUPTED) else EXIT_SILENT
-        alive = bool(self.ranks) and all(rank.life is not Life.silent for rank in self.ranks)
+        alive = self.is_restarting or (bool(self.ranks) and all(rank.life is not Life.silent for rank in self.ranks))
         return EXIT_DONE if alive else EXIT_SILENT
 
 
@@ -146,6 +152,7 @@ def read_run_status(run: RunDir, *, now: float) -> Status:
         ranks=[rank_status(rank, beats.get(rank), now=now) for rank in range(num_ranks)],
         slow=[] if iteration is None else recent_slow_findings(run, iteration),
         excluded=excluded_nodes(run, now=now),
+        is_restarting=fields.get("state") == RunStatus.restarting and now - fields.get("time", 0.0) < RESTART_S,
     )
 
 
@@ -184,9 +191,10 @@ def find_life(beat: Beat, *, now: float) -> Life:
 
 
 def excluded_nodes(run: RunDir, *, now: float) -> list[NodeExclusion]:
-    """The exclusions of the last job end, without expired ones."""
+    """The machines that are out by nodes.json, and the exclusions of the last job end, without expired ones."""
     ends = requeue.read_ends(run)
-    return drop_expired(ends[-1].excluded, now=now) if ends else []
+    found = [*read_out_nodes(run), *(ends[-1].excluded if ends else ())]
+    return drop_expired({exclusion.node: exclusion for exclusion in reversed(found)}.values(), now=now)[::-1]
 
 
 def recent_slow_findings(run: RunDir, iteration: int) -> list[str]:
@@ -228,6 +236,8 @@ def headline(status: Status) -> str:
     if status.exit_code is not None:
         parts.append(f"exit code {status.exit_code}: {status.reason}")
         return ", ".join(parts)
+    if status.is_restarting:
+        return ", ".join([*parts, status.reason])
     if status.eta_s is not None:
         parts.append(f"{age_text(status.eta_s)} left")
     num_alive = sum(rank.life is not Life.silent for rank in status.ranks)

@@ -12,12 +12,13 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
+from harness.analysis.postmortem.report.html_report import render as render_html
 from harness.analysis.sweeps import sweep_record
 from harness.analysis.sweeps.job_result import read_job_result
 from harness.analysis.sweeps.ranking import rank
 from harness.analysis.sweeps.sweep_picture import draw_all
 from harness.analysis.sweeps.sweep_text import as_json, render_markdown, render_text
-from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, require
 from harness.core.rundir import write_atomically
 from launch.cli.parser import CommandParser
 
@@ -25,7 +26,7 @@ HELP = """\
 usage: harness sweep report DIR [--json] [--output FILE]
 
 Compare the jobs of a sweep, or any runs in DIR: a table by final held-out loss, the best overrides, and whether they
-are better by more than chance. Writes report.md with loss curves and heat maps.
+are better by more than chance. Writes report.md and report.html with loss curves and heat maps.
 `harness train --multirun key=value,value ...` runs a sweep.
 """
 
@@ -55,13 +56,17 @@ def report_command(arguments: Sequence[str]) -> int:
     sweep = sweep_record.read(directory)
     ranking = rank([read_job_result(directory, job) for job in sweep.jobs])
     page = Path(args.output) if args.output else directory / "report.md"
+    require(page.suffix != ".html", "--output", "names the Markdown report; its page is written beside it as .html")
     try:
         pictures = draw_all(sweep, ranking, page.parent, page.stem)
-        write_atomically(page, render_markdown(sweep, ranking, pictures))
+        markdown = render_markdown(sweep, ranking, pictures)
+        write_atomically(page, markdown)
+        html = page.with_suffix(".html")
+        write_atomically(html, render_html(markdown, page.parent, title=f"Sweep {sweep.name}"))
     except OSError as error:
         raise ConfigError(str(page), f"cannot be written: {error.strerror}") from None
     print(render_text(sweep, ranking))
-    print(f"report  {page}")
+    print(f"report  {page}\npage    {html}")
     if args.json:
         print(json.dumps(as_json(sweep, ranking), allow_nan=False))
     return EXIT_DONE

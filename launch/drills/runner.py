@@ -31,7 +31,7 @@ from harness.drills.drill_record import DrillRecord, Start, gather, read_drill_r
 from harness.drills.scenario import Scenario
 from harness.drills.score import Card, score_run
 from harness.telemetry.event_log import last_iteration
-from harness.telemetry.tracking.sink_process import SINK_MODULE
+from harness.telemetry.sinks.sink_process import SINK_LOG, SINK_MODULE
 from launch.drills.fault_environment import FaultEnvironment, open_environment, require_environment
 
 POLL_S = 0.1
@@ -63,10 +63,10 @@ def run_drill(
         directories.check_replaceable(run)
     require_environment(scenario.fault.kind, cfg)
     train_twin(cfg, twin, report=report, limit_s=scenario.limit_s)
-    with open_environment(scenario.fault.kind, cfg, victim, twin=gather(twin)) as environment:
+    with open_environment([scenario.fault.kind], cfg, victim, twin=gather(twin)) as environment:
         directories.create_directory(environment.cfg, victim)
-        DrillRecord(name=name, scenario=scenario, plan=scenario.plan, twin=twin.path.name).write(victim)
         environment.set_up()
+        DrillRecord(name=name, scenario=scenario, plan=scenario.plan, twin=twin.path.name).write(victim)
         train_victim(
             environment, victim, max_starts=scenario.expected.starts + 1, limit_s=scenario.limit_s, report=report
         )
@@ -135,7 +135,9 @@ def start_here(run: RunDir, *, limit_s: float, wrap: Sequence[str] = ()) -> Star
         output = []
         try:
             process.wait(timeout=limit_s)
+            ended = time.time()
         except subprocess.TimeoutExpired:
+            ended = time.time()
             output.append(f"harness: did not end within {limit_s:g} s and was killed")
         except KeyboardInterrupt:
             with suppress(ProcessLookupError, subprocess.TimeoutExpired):
@@ -146,7 +148,8 @@ def start_here(run: RunDir, *, limit_s: float, wrap: Sequence[str] = ()) -> Star
             end_session(process)
     lines = paths[1].read_text(encoding="utf-8", errors="replace").splitlines()
     output += [line for line in lines if line.startswith("harness: ")]
-    return Start(exit_code=process.returncode, said=output, seconds=round(time.monotonic() - begun_s, 3))
+    seconds = round(time.monotonic() - begun_s, 3)
+    return Start(exit_code=process.returncode, said=output, seconds=seconds, ended=ended)
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:
@@ -195,8 +198,8 @@ def write_card(victim: RunDir) -> Card:
 
 def send_to_mlflow(run: RunDir) -> None:
     """Send the unsent events to MLflow; prints a warning if the store does not answer."""
-    with (run.logs / "mlflow.log").open("ab") as log:
-        command = processes.command(SINK_MODULE, str(run.path))
+    with (run.logs / SINK_LOG).open("ab") as log:
+        command = processes.command(SINK_MODULE, str(run.path), "--only", "mlflow")
         sent = subprocess.run(
             command, env=processes.child_environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False
         )

@@ -5,7 +5,8 @@ port, and does not detect the loss of another node. It starts every rank as a ne
 Its agent stops the remaining workers for up to 30 s before it reports that one died.
 How: `StaticRendezvous` passes on the result of `launch.local.rendezvous`; torch's store listens on the socket opened
 there. The processes wait in `launch.local.worker_pool` for a task: torchrun's environment and the function to call.
-Left out: restarts inside one start. (torch 2.13 shares the store between them, with stale keys of dead ranks.)
+Left out: torch's own restarts. They share one store between all starts, with stale keys of dead ranks (torch 2.13), and
+do not ask whether the run makes progress. Every restart has its own agent and store (`launch.local.restart`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from harness.control.stop_requests import RESTART_COUNT
 from launch.local.node_group import NodeGroup
 from launch.local.worker_pool import PooledWorker, WorkerTask
 
@@ -71,7 +73,7 @@ class StaticRendezvous(RendezvousHandler):
             **listening,
         )
         where = RendezvousStoreInfo(group.address, group.store_port)
-        return RendezvousInfo(store, group.spec.node_rank, group.spec.num_nodes, where)
+        return RendezvousInfo(store, group.node_rank, group.num_nodes, where)
 
     def is_closed(self) -> bool:
         return False
@@ -99,13 +101,15 @@ class Agent(SimpleElasticAgent):
         processes: Sequence[PooledWorker],
         tasks: Sequence[WorkerTask],
         on_failure: FailureCallback,
+        restarts: int,
     ):
         super().__init__(spec, exit_barrier_timeout=EXIT_BARRIER_S)
         self._processes, self._tasks, self._on_failure = processes, tasks, on_failure
+        self._restarts = restarts
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for worker, process, task in zip(worker_group.workers, self._processes, self._tasks, strict=True):
-            environment = torchrun_environment(worker_group, worker)
+            environment = torchrun_environment(worker_group, worker, restarts=self._restarts)
             process.assign(replace(task, environment=task.environment | environment))
         return {local_rank: process.pid for local_rank, process in enumerate(self._processes)}
 
@@ -148,7 +152,7 @@ class Agent(SimpleElasticAgent):
         return [process for process in self._processes if process.exit_code is None and process.poll_result() is None]
 
 
-def torchrun_environment(group: WorkerGroup, worker: Worker) -> dict[str, str]:
+def torchrun_environment(group: WorkerGroup, worker: Worker, *, restarts: int) -> dict[str, str]:
     """The environment variables that torchrun sets for a rank."""
     spec = group.spec
     return {
@@ -163,7 +167,7 @@ def torchrun_environment(group: WorkerGroup, worker: Worker) -> dict[str, str]:
         "ROLE_WORLD_SIZE": str(worker.role_world_size),
         "MASTER_ADDR": str(group.master_addr),
         "MASTER_PORT": str(group.master_port),
-        "TORCHELASTIC_RESTART_COUNT": "0",
+        RESTART_COUNT: str(restarts),
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
         "TORCHELASTIC_USE_AGENT_STORE": str(spec.rdzv_handler.use_agent_store),
@@ -185,7 +189,7 @@ def run_agent(
         monitor_interval=POLL_S,
         local_addr=group.address,
     )
-    result = Agent(spec, processes, tasks, on_failure).run()
+    result = Agent(spec, processes, tasks, on_failure, group.restarts).run()
     if result.is_failed():
         raise ChildFailedError("worker", result.failures)
     return dict(result.return_values)

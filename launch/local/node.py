@@ -4,20 +4,24 @@ Why: a Slurm job, a sweep or a drill needs one command that reads everything fro
 code of the run.
 How: on one node, or the same command once on each of several nodes that share the run directory: --nodes and
 --rendezvous equal on all, --node-rank 0, 1, ... Node K has the ranks K * nproc, K * nproc + 1, ...
+With launch.spares, the last numbers are spares, and --nodes counts them. A launcher that died may be started again with
+its number while the run goes on; it waits as a spare.
 If HARNESS_RENDEZVOUS is set, Slurm's variables replace the options that are not given.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from harness.config import compose
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_INTERRUPTED, ConfigError, StorageError, require
-from harness.config.schema import Config, check_world
+from harness.config.schema import Config
 from harness.core.fast_imports import loading
 from harness.core.locking.run_lease import require_free
 from harness.core.rundir import RunDir, check_resume
@@ -28,6 +32,9 @@ from launch.local.worker import select_worker
 
 RENDEZVOUS = "HARNESS_RENDEZVOUS"
 """Environment variable of Slurm jobs: host:port of node 0."""
+EXIT_FILE = "HARNESS_EXIT_FILE"
+"""Environment variable of Slurm jobs: where node 0 writes the exit code of the run."""
+CONNECT_S = 2.0
 
 DESCRIPTION = """\
 Start the ranks of this node for a run whose directory already has a config.yaml, and wait for their end. For several
@@ -40,18 +47,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = build_parser().parse_args(sys.argv[1:] if argv is None else argv)
         spec = parse_rendezvous(args.nodes, args.node_rank, args.rendezvous, os.environ)
-        run = RunDir(Path(args.run))
+    except ConfigError as error:
+        print(f"harness: {error}", file=sys.stderr)
+        return EXIT_BAD_CONFIG
+    code = run_node(args.run, spec)
+    if spec.node_rank == 0 and (path := os.environ.get(EXIT_FILE)):
+        with suppress(OSError):
+            Path(path).write_text(f"{code}\n", encoding="ascii")
+    return code
+
+
+def run_node(directory: str, spec: RendezvousSpec) -> int:
+    """Run the ranks of this node, or wait as a spare; returns the exit code of the run."""
+    try:
+        run = RunDir(Path(directory))
         cfg = compose.read(run.config)
         cfg.run.dir, cfg.run.name = str(run.path.parent), run.path.name
         check_resume(cfg, run)
         check_min_nodes(cfg, spec)
-        require_free(run.path, wait=spec.node_rank == 0)
+        comes_back = joins_running(cfg, run, spec)
         with rank_thread_environment(cfg, count_expected_ranks(cfg)), loading():
             from launch.local import start
 
             worker = select_worker(run)
-        check_world(cfg, spec.num_nodes * start.ranks_to_start(cfg))
-        return start.launch(cfg, worker, spec)
+        for warning in start.check_machine(cfg, num_nodes=start.count_active_nodes(cfg, spec.num_nodes)):
+            print(f"harness: warning: {warning}", file=sys.stderr)
+        return start.launch(cfg, worker, spec, comes_back=comes_back)
     except (ConfigError, StorageError) as error:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_INTERRUPTED if isinstance(error, StorageError) else EXIT_BAD_CONFIG
@@ -62,8 +83,8 @@ def build_parser() -> ArgumentParser:
         prog="launch.local.node", description=DESCRIPTION, formatter_class=RawDescriptionHelpFormatter
     )
     parser.add_argument("run", metavar="RUN", help="a run directory with its config.yaml")
-    parser.add_argument("--nodes", metavar="N", type=int, help="number of nodes; default: 1")
-    parser.add_argument("--node-rank", metavar="K", type=int, help="rank of this node, from 0; default: 0")
+    parser.add_argument("--nodes", metavar="N", type=int, help="number of nodes, spares included; default: 1")
+    parser.add_argument("--node-rank", metavar="K", type=int, help="number of this node, from 0; default: 0")
     parser.add_argument("--rendezvous", metavar="HOST:PORT", help="address at which the other nodes reach node 0")
     return parser
 
@@ -100,6 +121,31 @@ def check_min_nodes(cfg: Config, spec: RendezvousSpec) -> None:
     min_nodes = cfg.launch.min_nodes or cfg.launch.nodes
     message = f"{spec.num_nodes} of {cfg.launch.nodes} nodes are available, and the run needs at least {min_nodes}"
     require(spec.num_nodes >= min_nodes, "launch.min_nodes", message)
+    most = cfg.launch.nodes + cfg.launch.spares
+    message = (
+        f"{spec.num_nodes} nodes are more than launch.nodes={cfg.launch.nodes} and launch.spares={cfg.launch.spares}"
+    )
+    require(cfg.launch.spares == 0 or spec.num_nodes <= most, "--nodes", message)
+
+
+def joins_running(cfg: Config, run: RunDir, spec: RendezvousSpec) -> bool:
+    """Whether this launcher joins a run in progress; raises ConfigError if another process writes this run."""
+    try:
+        require_free(run.path, wait=spec.node_rank == 0)
+    except ConfigError:
+        if not (cfg.launch.is_elastic and spec.node_rank > 0 and is_listening(spec)):
+            raise
+        return True
+    return False
+
+
+def is_listening(spec: RendezvousSpec) -> bool:
+    """Whether node 0 accepts connections at the address that its name has now; it drops one that says nothing."""
+    try:
+        socket.create_connection((spec.host, spec.port), timeout=CONNECT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 if __name__ == "__main__":

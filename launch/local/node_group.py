@@ -1,11 +1,15 @@
 """Connects the nodes of a running job, so that each of them detects the failure of another within seconds.
 
 Why: without this, torch's elastic agent waits minutes for a lost node, and a collective waits `parallel.timeout_s`.
-How: every node keeps the TCP connection to node 0 that it opened at the rendezvous (`launch.local.rendezvous`). Both
-sides send a heartbeat every second. A failure is sent at once. A process that dies closes its connection. A node or
-cable that is lost goes silent and counts as failed after `silent_s`. All nodes report the first failure that was
+How: every launcher keeps the TCP connection to node 0 that it opened at the rendezvous (`launch.local.rendezvous`).
+Both sides send a heartbeat every second. A failure is sent at once. A process that dies closes its connection. A node
+or cable that is lost goes silent and counts as failed after `silent_s`. All nodes report the first failure that was
 sent, which names the cause and not its victims. Messages are JSON lines, never pickles.
-Left out: continuing on fewer nodes without a restart. Whoever started the run restarts it.
+After a failure the connections stay open. Node 0 waits until every node has stopped its ranks, decides whether all
+ranks start again and which launcher runs which node (`launch.local.restart`), and sends the decision. Each start has a
+number, that of its restart; a failure of an earlier start is ignored. In an elastic run (`launch.spares`,
+`launch.min_nodes`) node 0 keeps its listener open: a launcher that joins later becomes a spare.
+Left out: a restart after node 0 was lost. Whoever started the run restarts it.
 """
 
 from __future__ import annotations
@@ -14,27 +18,38 @@ import json
 import math
 import selectors
 import socket
+import sys
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from threading import Lock, Thread
+from threading import Condition, Thread
 from typing import Any, Self, final
+
+from harness.core.events import EndCause
+from launch.local.roster import Roster, pack_roster, unpack_roster
 
 HEARTBEAT_S = 1.0
 POLL_S = 0.2
 LINGER_S = 2.0
 """How long to wait at exit for the last messages to reach the other nodes."""
+FENCE_S = 3.0
+"""How long a silent node may need to notice the silence as well and to kill its ranks, beyond `silent_s`."""
 MAX_LINE_BYTES = 65536
 LOOPBACK = "127.0.0.1"
+SPARE = -1
+"""Node rank of a launcher that runs no ranks."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RendezvousSpec:
-    """The rank of this node, the number of nodes, and the address where they meet."""
+    """The number of this launcher, the number of launchers, and the address where they meet."""
 
     num_nodes: int = 1
+    """Launchers, spares included."""
     node_rank: int = 0
+    """Number of this launcher: the rank of its node at the start, unless it is a spare."""
     host: str = LOOPBACK
     """Host name or address of node 0."""
     port: int = 0
@@ -53,20 +68,33 @@ class NodeFailure:
     host: str
     exit_code: int
     line: str
+    cause: str = ""
+    """Kind of the failure, a value of `EndCause`."""
+    step: int = -1
+    """Updates that the failed rank had applied; -1: unknown."""
+    error: str = ""
+    """Type and place of the exception that the rank raised; empty: it raised none."""
 
 
 @final
 @dataclass(slots=True)
 class Link:
-    """The TCP connection to another node."""
+    """The TCP connection to another launcher."""
 
-    node_rank: int
+    number: int
+    """Number of that launcher."""
     host: str
     connection: socket.socket
     last_seen_s: float
     buffer: bytes = b""
     is_done: bool = False
     """Its ranks ended without an error; it may disconnect."""
+    stopped: int = -1
+    """The last start whose ranks have all ended on that node, by the number of its restart."""
+    is_stopping: bool = False
+    """That node has received a stop signal."""
+    problems: list[str] | None = None
+    """What its last health check found; None: not checked."""
 
     def read_messages(self) -> list[dict[str, Any]] | None:
         """Return the messages that have arrived; None once the connection is closed."""
@@ -82,9 +110,17 @@ class Link:
         return [json.loads(line) for line in whole]
 
     def send(self, **message: Any) -> None:
-        """Send one message. An undeliverable one is dropped: the timeout of the peer covers that."""
+        """Send one message."""
+        self.send_line(encode_message(message))
+
+    def send_line(self, line: bytes) -> None:
+        """Send an encoded message. An undeliverable one is dropped: the timeout of the peer covers that."""
         with suppress(OSError):
-            self.connection.sendall(json.dumps(message).encode() + b"\n")
+            self.connection.sendall(line)
+
+
+def encode_message(message: Mapping[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
 @final
@@ -102,82 +138,237 @@ class NodeGroup:
     """Where torch's TCPStore will listen; only on node 0."""
     silent_s: float
     links: dict[int, Link] = field(default_factory=dict)
-    """Node 0 has a link to every other node; the others have one to node 0."""
+    """Node 0 has a link to every other launcher, by its number; the others have one to node 0. Replaced, not changed:
+    other threads iterate over it."""
+    roster: Roster = (0,)
+    """Number of the launcher of each node, equal on all launchers."""
+    hosts: dict[int, str] = field(default_factory=dict)
+    """Only on node 0: number -> machine of every launcher that has joined."""
+    restarts: int = 0
+    """How often the ranks were restarted inside this job, equal on all nodes."""
+    began: float = field(default_factory=time.time)
+    """When this start began, in seconds since 1970."""
     failure: NodeFailure | None = None
-    """The first failure that was reported."""
-    _lock: Lock = field(default_factory=Lock)
+    """The first failure of this start that was reported."""
+    lost: dict[int, NodeFailure] = field(default_factory=dict)
+    """Launchers that were lost in this start, by number. Without node 0, the others end."""
+    noticed: float = 0.0
+    """When that failure was reported, in seconds since 1970."""
+    decision: dict[str, Any] | None = None
+    """Message of node 0: what follows the failure; None until it arrives."""
+    out: dict[str, str] = field(default_factory=dict)
+    """Machines that the last restart left out because of their faults -> why."""
+    end_code: int | None = None
+    """Exit code of the run on node 0, once it has sent it; for the spares."""
+    changed: Condition = field(default_factory=Condition)
+    """Guards the fields above, and is notified when a message or a loss changes them."""
+    listener: socket.socket | None = None
+    """Where later launchers join; only on node 0."""
+    admit: Callable[[socket.socket], Link | None] | None = None
+    """Identifies a launcher that joins later; None rejects it."""
+    fenced_s: float = 0.0
+    """Ranks of a silent node may run until then, by the monotonic clock."""
     _closing_s: float = math.inf
-    _thread: Thread | None = None
+    _threads: list[Thread] = field(default_factory=list)
+    _joined: list[Link] = field(default_factory=list)
+    """Later launchers whose messages are not read yet."""
 
     def __enter__(self) -> Self:
-        if self.links:
-            self._thread = Thread(target=self._listen, name="node-group", daemon=True)
-            self._thread.start()
+        if self.links or self.listener is not None:
+            self._threads.append(Thread(target=self._listen, name="node-group", daemon=True))
+        if self.listener is not None:
+            self._threads.append(Thread(target=self._admit_later, name="node-admission", daemon=True))
+        for thread in self._threads:
+            thread.start()
         return self
+
+    @property
+    def number(self) -> int:
+        """Number of this launcher."""
+        return self.spec.node_rank
+
+    @property
+    def node_rank(self) -> int:
+        """Rank of the node that this launcher runs; SPARE if it runs none."""
+        return self.roster.index(self.number) if self.number in self.roster else SPARE
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that run ranks."""
+        return len(self.roster)
+
+    @property
+    def is_spare(self) -> bool:
+        return self.number not in self.roster
+
+    def active_links(self) -> dict[int, Link]:
+        """Links to the launchers that run ranks, by number."""
+        return {number: self.links[number] for number in self.roster if number in self.links}
+
+    def host_of(self, node_rank: int) -> str:
+        """Machine of a node; only on node 0."""
+        return self.hosts[self.roster[node_rank]]
 
     def report_failure(self, failure: NodeFailure) -> NodeFailure:
         """Send a failure to all nodes; returns the one that all report, which is the first."""
-        with self._lock:
+        with self.changed:
             if self.failure is None:
-                self.failure = failure
-                for link in self.links.values():
-                    link.send(failure=asdict(failure))
+                self.failure, self.noticed = failure, time.time()
+                self.send_all(failure=asdict(failure), restarts=self.restarts)
             return self.failure
 
-    def report_success(self) -> None:
-        """Send that the ranks of this node ended without an error."""
+    def send_all(self, **message: Any) -> None:
+        line = encode_message(message)
         for link in self.links.values():
-            link.send(done=True)
+            link.send_line(line)
+
+    def begin_restart(self, store_port: int, roster: Roster) -> None:
+        """Forget the failure of the last start; the ranks of the next one meet at another store."""
+        with self.changed:
+            for number in set(self.roster) - set(roster) & set(self.links):
+                self.links[number].problems = None  # it is used again only after another health check
+            self.restarts, self.store_port, self.roster = self.restarts + 1, store_port, roster
+            self.failure, self.began = None, time.time()
+            self.lost = {number: failure for number, failure in self.lost.items() if number in roster}
+
+    @property
+    def attempt_name(self) -> str:
+        """Name of this start and its restart: the directory of its logs."""
+        return f"{self.start_name}-restart-{self.restarts}" if self.restarts else self.start_name
+
+    def go_message(self) -> dict[str, Any]:
+        """What a launcher that joins must know; hold `changed`, so that no restart comes between."""
+        return {
+            "go": True,
+            "start": self.start_name,
+            "store_port": self.store_port,
+            "roster": pack_roster(self.roster),
+            "restarts": self.restarts,
+        }
+
+    def report_success(self, exit_code: int = 0) -> None:
+        """Send that the ranks of this node ended without an error."""
+        self.send_all(done=True, exit_code=exit_code)
 
     def __exit__(self, *_: object) -> None:
         """Disconnect after the reachable nodes have read our last message, or after LINGER_S."""
         now_s = time.monotonic()
         reachable = any(now_s - link.last_seen_s < self.silent_s for link in self.links.values())
         self._closing_s = now_s + (LINGER_S if reachable else 0.0)
-        if self.store_socket is not None:
-            self.store_socket.close()
+        for opened in (self.store_socket, self.listener):
+            if opened is not None:
+                opened.close()
         for link in self.links.values():
             with suppress(OSError):
                 link.connection.shutdown(socket.SHUT_WR)
-        if self._thread is not None:
-            self._thread.join(LINGER_S + HEARTBEAT_S)
+        for thread in self._threads:
+            thread.join(LINGER_S + HEARTBEAT_S)
+
+    def _admit_later(self) -> None:
+        """Thread of node 0: every launcher that joins after the start becomes a spare."""
+        assert self.listener is not None
+        assert self.admit is not None
+        while math.isinf(self._closing_s):
+            try:
+                connection = self.listener.accept()[0]
+            except TimeoutError:
+                continue
+            except OSError:
+                return  # closed
+            link = self.admit(connection)
+            if link is not None:
+                with self.changed:
+                    self.links = {**self.links, link.number: link}
+                    self.hosts[link.number] = link.host
+                    link.send(**self.go_message())
+                    self._joined.append(link)
+                    self.changed.notify_all()
+                line = f"node {link.number} ({link.host}) has joined as a spare"
+                print(f"harness: {line}", file=sys.stderr, flush=True)
 
     def _listen(self) -> None:
         next_beat_s = 0.0
+        self._joined += self.links.values()
         with selectors.DefaultSelector() as selector:
-            for link in self.links.values():
-                selector.register(link.connection, selectors.EVENT_READ, link)
-            while selector.get_map() and time.monotonic() < self._closing_s:
-                for key, _ in selector.select(timeout=POLL_S):
-                    if not self._receive(key.data):
-                        selector.unregister(key.fileobj)
+            while time.monotonic() < self._closing_s and (selector.get_map() or self._is_waiting()):
+                while self._joined:
+                    link = self._joined.pop()
+                    selector.register(link.connection, selectors.EVENT_READ, link)
+                ready = [key.data for key, _ in selector.select(timeout=POLL_S)]
+                gone = [link for link in ready if not self._receive(link)]
                 if time.monotonic() >= next_beat_s:
                     next_beat_s = time.monotonic() + HEARTBEAT_S
-                    self._send_heartbeats()
+                    gone += self._send_heartbeats()
+                for number in {link.number for link in gone}:
+                    self._drop_link(self.links[number], selector)
         for link in self.links.values():
             link.connection.close()
+
+    def _is_waiting(self) -> bool:
+        """Whether there are connections to read from, or others may come."""
+        return bool(self._joined) or (self.listener is not None and math.isinf(self._closing_s))
+
+    def _drop_link(self, link: Link, selector: selectors.BaseSelector) -> None:
+        """Close a connection. One whose ranks have ended stays known, so that it does not count as lost."""
+        selector.unregister(link.connection)
+        link.connection.close()
+        if not link.is_done:
+            with self.changed:
+                self.links = {number: other for number, other in self.links.items() if other is not link}
+                self.changed.notify_all()
 
     def _receive(self, link: Link) -> bool:
         """Process what a node sent; returns False once it has disconnected."""
         messages = link.read_messages()
         link.last_seen_s = time.monotonic()
         for message in messages or ():
-            if "failure" in message:
-                self.report_failure(NodeFailure(**message["failure"]))
-            link.is_done = link.is_done or "done" in message
+            self._process_message(link, message)
         if messages is None and not link.is_done:
             self._report_lost(link, "is gone")
         return messages is not None
 
-    def _send_heartbeats(self) -> None:
+    def _process_message(self, link: Link, message: dict[str, Any]) -> None:
+        with self.changed:
+            if "failure" in message and message["restarts"] == self.restarts:
+                self.report_failure(NodeFailure(**message["failure"]))
+            if "stopped" in message:
+                link.stopped, link.is_stopping = message["stopped"], message["stopping"]
+            if "problems" in message:
+                link.problems = message["problems"]
+            if "decision" in message:
+                self.decision = message["decision"]
+                self.out = self.decision["out"]
+                if self.decision["again"]:  # here, since a failure of the next start may follow at once
+                    self.begin_restart(self.decision["store_port"], unpack_roster(self.decision["roster"]))
+            link.is_done = link.is_done or "done" in message
+            self.end_code = message.get("exit_code", self.end_code)
+            self.changed.notify_all()
+
+    def _send_heartbeats(self) -> list[Link]:
+        """Send a heartbeat to every launcher; returns those that have been silent for too long."""
+        silent = []
         for link in self.links.values():
             silent_s = time.monotonic() - link.last_seen_s
             if silent_s > self.silent_s and not link.is_done:
+                self.fenced_s = time.monotonic() + FENCE_S
                 self._report_lost(link, f"has been silent for {silent_s:.0f} s")
-            if self.failure is None:
+                silent.append(link)
+            else:
                 link.send(beat=True)
+        return silent
 
     def _report_lost(self, link: Link, problem: str) -> None:
-        if math.isinf(self._closing_s):
-            line = f"node {link.node_rank} ({link.host}) {problem}"
-            self.report_failure(NodeFailure(node_rank=link.node_rank, host=link.host, exit_code=1, line=line))
+        """Report a launcher that is gone. A spare is no loss for the run."""
+        if not math.isinf(self._closing_s):
+            return
+        with self.changed:
+            if link.number not in self.roster:
+                line = f"the spare node {link.number} ({link.host}) {problem}"
+                print(f"harness: {line}", file=sys.stderr, flush=True)
+                return
+            node_rank = self.roster.index(link.number)
+            line = f"node {node_rank} ({link.host}) {problem}"
+            lost = NodeFailure(node_rank=node_rank, host=link.host, exit_code=1, line=line, cause=EndCause.lost_node)
+            self.lost[link.number] = lost
+            self.report_failure(lost)
+            self.changed.notify_all()

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import json
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_CRASHED, EXIT_HALTED, EXIT_INTERRUPTED, ConfigError
+from harness.core.events import EndCause
+from launch.local.hang_report import dump_file, stacks_file
 
 PID_FILE = "HARNESS_PID_FILE"
 """Environment variable: the file that a worker writes once it can handle a stop signal."""
 FAILURE_FILE = "HARNESS_FALL_FILE"
 """Environment variable: the file for the exception that ends a worker, written when it is raised."""
 
+COLLECTIVES_FILE = "HARNESS_COLLECTIVES_FILE"
+"""Environment variable: the file for the last collectives, written on STACKS_SIGNAL."""
 STACKS_FILE = "HARNESS_STACKS_FILE"
 """Environment variable: the file for the stacks of all threads, written on STACKS_SIGNAL."""
 
@@ -39,8 +43,30 @@ class RankFailure:
     is_user_error: bool = False
     """The message is one line for the user; no traceback is needed."""
     traceback: str = ""
+    error: str = ""
+    """Type and place of the exception."""
+    shortage: dict[str, Any] = field(default_factory=dict)
+    """What the rank knows about the memory that ran out (`launch.local.out_of_memory`); empty for other errors."""
+    explanation: str = ""
+    """The failure in words, if its cause is known; no traceback is needed."""
+
+    @property
+    def kind(self) -> str:
+        """Type and place of the error, to recognise the same one again; empty for a kill from outside."""
+        return self.error or (str(self.cause) if self.explanation else "")
+
+    @property
+    def cause(self) -> EndCause:
+        """Kind of the failure."""
+        if self.explanation:
+            return EndCause.out_of_memory
+        if self.exit_code == EXIT_INTERRUPTED:  # without a message: stopped before it could train
+            return EndCause.lost_storage if self.is_user_error else EndCause.unknown
+        return EndCause.killed_rank if self.exit_code < 0 else EndCause.error
 
     def describe(self) -> str:
+        if self.explanation:
+            return self.explanation
         if self.exit_code < 0:
             return f"was killed by {signal.Signals(-self.exit_code).name}"
         return f"exited with code {self.exit_code}"
@@ -62,7 +88,8 @@ def render_failure(failure: RankFailure, *, stopping: bool) -> str:
     if run_exit_code(failure, stopping=stopping) != EXIT_CRASHED:
         return ""
     log = f"its log: {failure.log}" if failure.log else "its log is above"
-    lines = [f"harness: rank {failure.rank} {failure.describe()}; {log}", failure.traceback.rstrip()]
+    traceback = "" if failure.explanation else failure.traceback.rstrip()
+    lines = [f"harness: rank {failure.rank} {failure.describe()}; {log}", traceback]
     return "\n".join(filter(None, lines))
 
 
@@ -94,6 +121,10 @@ class RankLogs:
         texts = [path.read_text() for rank in self.ranks if (path := self.pid_file(rank)).exists()]
         return [int(text) for text in texts if text]
 
+    def have_answered(self) -> bool:
+        """Whether all ranks have written their last collectives."""
+        return all(dump_file(self.directory, rank).exists() for rank in self.ranks)
+
     def stream(self, rank: int, name: str) -> str:
         """The file of a stream; "" for the terminal."""
         return str(self.directory / f"rank-{rank}.{name}") if rank > 0 else ""
@@ -103,7 +134,8 @@ class RankLogs:
         return {
             FAILURE_FILE: str(self.failure_file(rank)),
             PID_FILE: str(self.pid_file(rank)),
-            STACKS_FILE: str(self.directory / f"rank-{rank}.stacks"),
+            STACKS_FILE: str(stacks_file(self.directory, rank)),
+            COLLECTIVES_FILE: str(dump_file(self.directory, rank)),
         }
 
     def first_failure(self, error: ChildFailedError) -> RankFailure:

@@ -5,6 +5,10 @@ name the wrong machine. A host name that does not resolve and a node that never 
 How: node 0 listens at the given address, or on the loopback for a single node. The others connect to it and send who
 they are. Once all have joined, node 0 sends the name of this start and the port of torch's TCPStore. The connections
 stay open (`launch.local.node_group`). Node 0 rejects connections that do not belong to the run.
+In an elastic run (`launch.spares`, `launch.min_nodes`) every launcher checks its machine before it joins, and node 0
+chooses which of them run ranks (`launch.local.roster`). A launcher whose machine failed the check is rejected. If
+`launch.nodes` others have joined, node 0 waits for the missing ones for SPARES_WITHIN_S; if only `launch.min_nodes`
+have, until the time limit of the rendezvous. The missing ones can still join later, as spares.
 Many systems resolve their own host name to the loopback. Node 0 then listens on its other address, or on all addresses
 during the rendezvous if it has several. The store lives as long as the run and listens on one address only, the one
 that the other nodes connected to.
@@ -13,19 +17,28 @@ that the other nodes connected to.
 from __future__ import annotations
 
 import fcntl
+import math
 import socket
 import struct
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, final
 
 from harness.config.errors import ConfigError
+from launch.health.node_facts import machine_name
+from launch.local.file_limit import files_needed, raise_file_limit
 from launch.local.node_group import POLL_S, Link, NodeGroup, RendezvousSpec
+from launch.local.roster import Roster, choose_roster, unpack_roster
+from launch.node_record import NodeRecord
+from launch.slurm.node_exclusion import NodeFault, NodeFaultKind
 
 HELLO_TIMEOUT_S = 5.0
 REMIND_S = 60.0
+SPARES_WITHIN_S = 30.0
+"""How long a start waits for the last launchers if enough others have joined."""
 DISCARD_PORT = 9
 SIOCGIFADDR = 0x8915
 """ioctl of Linux that returns the address of a network interface."""
@@ -39,37 +52,94 @@ class StopRequested(Exception):  # noqa: N818 -- a request, not an error
     """A stop was requested during the rendezvous."""
 
 
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elastic:
+    """On which machines a run may continue that can lose some."""
+
+    allowed: tuple[int, ...]
+    """Numbers of nodes on which the run can continue, in ascending order; it wants the last."""
+    record: NodeRecord
+    """Faults of the machines; written by node 0."""
+    problems: list[str]
+    """What the health check of this machine found."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that run ranks, if enough machines are there."""
+        return self.allowed[-1]
+
+    def choose(self, group: NodeGroup, roster: Roster) -> Roster | None:
+        """The roster of the next start, by the machines that are connected now and their faults; only on node 0.
+
+        A spare is used only if its last health check found nothing.
+        """
+        out = self.record.find_out()
+        out.pop(group.hosts[0], None)  # several launchers on one machine, to rehearse: it is not lost
+        present: dict[int, NodeFaultKind | None] = {0: None}
+        used = set(roster)
+        for number, link in group.links.items():
+            exclusion = out.get(link.host)
+            if number in used or link.problems is not None:
+                fault = NodeFaultKind.health if link.problems else None
+                present[number] = NodeFaultKind(exclusion.kind) if exclusion is not None else fault
+        return choose_roster(roster, present, allowed=self.allowed)
+
+
 def join_nodes(
-    spec: RendezvousSpec, *, run: str, nproc: int, within_s: float, silent_s: float, stop_requested: Callable[[], bool]
+    spec: RendezvousSpec,
+    *,
+    run: str,
+    nproc: int,
+    within_s: float,
+    silent_s: float,
+    stop_requested: Callable[[], bool],
+    elastic: Elastic | None = None,
 ) -> NodeGroup:
-    """Wait until all nodes of the run have joined."""
+    """Wait until all nodes of the run have joined. Without `elastic`, all launchers run ranks."""
     address = resolve_host(spec, deadline_s=time.monotonic() + min(within_s, HELLO_TIMEOUT_S))
+    hello = {"run": run, "nodes": spec.num_nodes, "nproc": nproc}
     if spec.node_rank > 0:
-        hello = {
-            "run": run,
-            "node": spec.node_rank,
-            "nodes": spec.num_nodes,
-            "nproc": nproc,
-            "host": socket.gethostname(),
-        }
+        hello |= {"node": spec.node_rank, "host": machine_name()}
+        hello |= {"problems": elastic.problems} if elastic else {}
         return join_as_peer(spec, address, hello, within_s=within_s, silent_s=silent_s, stop_requested=stop_requested)
     group = NodeGroup(spec, address, time.strftime("%Y%m%d-%H%M%S"), 0, None, silent_s)
+    group.hosts[0], group.roster = machine_name(), tuple(range(spec.num_nodes))
     if spec.num_nodes == 1:
         open_store_socket(group)
         return group
+    warn_about_files(spec.num_nodes, nproc)
     bound = address if is_reachable(spec.host, address) else choose_listen_address(spec, list_own_addresses())
-    with close_on_failure(group), open_listener(bound, spec.port, spec) as listener:
-        admit_nodes(group, listener, {"run": run, "nproc": nproc, "nodes": spec.num_nodes}, within_s, stop_requested)
+    with close_on_failure(group):
+        group.listener = open_listener(bound, spec.port, spec)
+        group.listener.settimeout(POLL_S)
+        admit_nodes(group, hello, within_s, stop_requested, elastic)
         group.address = bound or agree_on_address(group)
         open_store_socket(group)
         for link in group.links.values():
             link.last_seen_s = time.monotonic()
-            link.send(go=True, start=group.start_name, store_port=group.store_port)
+            link.send(**group.go_message())
+        if elastic is None:
+            group.listener.close()
+            group.listener = None
+        else:
+            group.admit = lambda connection: admit_node(group, connection, hello, elastic)
     return group
 
 
+def warn_about_files(num_nodes: int, nproc: int) -> None:
+    """Raise the limit of open files of node 0, and warn if it is too low for this run."""
+    needed = files_needed(num_nodes, nproc)
+    allowed = raise_file_limit(needed)
+    if needed > allowed:
+        what = f"node 0 needs about {needed} open files for {num_nodes * nproc} ranks"
+        print(f"harness: warning: {what}, and may have {allowed}; raise `ulimit -Hn`", file=sys.stderr, flush=True)
+
+
 def open_store_socket(group: NodeGroup) -> None:
-    """Open the socket of torch's TCPStore, on the address of node 0 and no other."""
+    """Open the socket of torch's TCPStore, on the address of node 0 and no other; a restart needs another store."""
+    if group.store_socket is not None:
+        group.store_socket.close()
     group.store_socket = open_listener(group.address, 0, group.spec)
     group.store_port = group.store_socket.getsockname()[1]
 
@@ -114,7 +184,7 @@ def close_on_failure(group: NodeGroup) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for other in (group.store_socket, *(link.connection for link in group.links.values())):
+        for other in (group.store_socket, group.listener, *(link.connection for link in group.links.values())):
             if other is not None:
                 other.close()
         raise
@@ -159,52 +229,98 @@ def open_listener(address: str, port: int, spec: RendezvousSpec) -> socket.socke
 
 def admit_nodes(
     group: NodeGroup,
-    listener: socket.socket,
     expected: dict[str, Any],
     within_s: float,
     stop_requested: Callable[[], bool],
+    elastic: Elastic | None,
 ) -> None:
-    """Node 0: accept connections until all nodes have joined."""
-    deadline_s, remind_s = time.monotonic() + within_s, time.monotonic() + REMIND_S
-    listener.settimeout(POLL_S)
-    while missing := sorted(set(range(1, group.spec.num_nodes)) - set(group.links)):
+    """Node 0: accept connections until all nodes have joined, or enough of them for some time; sets the roster."""
+    assert group.listener is not None
+    first_s = time.monotonic()
+    deadline_s, remind_s, enough_s = first_s + within_s, first_s + REMIND_S, math.inf
+    wanted = group.roster[: elastic.num_nodes] if elastic else group.roster
+    while len(group.links) < group.spec.num_nodes - 1:
         if stop_requested():
             raise StopRequested
-        listed = f"node {', '.join(map(str, missing))} of {group.spec.num_nodes}"
+        if elastic is not None and len(group.links) >= len(wanted) - 1:
+            enough_s = min(enough_s, time.monotonic())
+            if time.monotonic() > min(enough_s + SPARES_WITHIN_S, deadline_s):
+                break
         if time.monotonic() > deadline_s:
-            raise RendezvousError(f"rendezvous: {listed} did not join within {within_s:.0f} s")
+            if elastic is not None and len(group.links) + 1 >= elastic.allowed[0]:
+                break
+            raise RendezvousError(f"rendezvous: {list_missing(group)} did not join within {within_s:.0f} s")
         if time.monotonic() > remind_s:
             remind_s += REMIND_S
-            print(f"harness: waiting for {listed}", file=sys.stderr, flush=True)
+            print(f"harness: waiting for {list_missing(group)}", file=sys.stderr, flush=True)
         with suppress(TimeoutError):
-            admit_node(group, listener.accept()[0], expected)
+            link = admit_node(group, group.listener.accept()[0], expected, elastic, is_start=True)
+            if link is not None:
+                group.links[link.number], group.hosts[link.number] = link, link.host
+    if elastic is not None:
+        roster = elastic.choose(group, wanted)
+        assert roster is not None, "all are there, or enough"
+        group.roster = roster
 
 
-def admit_node(group: NodeGroup, connection: socket.socket, expected: dict[str, Any]) -> None:
-    """Accept a node that identifies itself; reject one that does not belong to this run."""
+def list_missing(group: NodeGroup) -> str:
+    """The nodes that have not joined, in words."""
+    missing = sorted(set(range(1, group.spec.num_nodes)) - set(group.links))
+    return f"node {', '.join(map(str, missing))} of {group.spec.num_nodes}"
+
+
+def admit_node(
+    group: NodeGroup,
+    connection: socket.socket,
+    expected: dict[str, Any],
+    elastic: Elastic | None,
+    *,
+    is_start: bool = False,
+) -> Link | None:
+    """Identify a launcher that connects; None if it does not belong to this run, or its machine is unhealthy.
+
+    At the start, a launcher with another number of nodes or ranks ends the rendezvous; later, it is only rejected.
+    """
     connection.settimeout(HELLO_TIMEOUT_S)
     link = Link(-1, "", connection, time.monotonic())
     try:
         (hello, *_) = link.read_messages() or [{}]
-        link.node_rank, link.host = int(hello["node"]), str(hello["host"])
+        link.number, link.host, link.problems = int(hello["node"]), str(hello["host"]), hello.get("problems")
     except (ValueError, KeyError, TypeError):
         connection.close()
-        return
-    if (
-        hello.get("run") != expected["run"]
-        or link.node_rank in group.links
-        or not 0 < link.node_rank < group.spec.num_nodes
-    ):
-        link.send(refused=f"rendezvous: node {link.node_rank} of run {hello.get('run')!r} is not expected here")
-        connection.close()
-        return
-    group.links[link.node_rank] = link
-    for key in ("nodes", "nproc"):
-        if hello.get(key) != expected[key]:
-            message = f"{expected[key]} on node 0, but {hello.get(key)} on node {link.node_rank} ({link.host})"
-            for other in group.links.values():
-                other.send(refused=f"launch.{key}: {message}")
+        return None
+    refusal = ""
+    if hello.get("run") != expected["run"] or link.number in group.links or not 0 < link.number < group.spec.num_nodes:
+        refusal = f"rendezvous: node {link.number} of run {hello.get('run')!r} is not expected here"
+    elif differing := [key for key in ("nodes", "nproc") if hello.get(key) != expected[key]]:
+        key = differing[0]
+        message = f"{expected[key]} on node 0, but {hello.get(key)} on node {link.number} ({link.host})"
+        refusal = f"launch.{key}: {message}"
+        if is_start:
+            for other in (link, *group.links.values()):
+                other.send(refused=refusal)
+            connection.close()
             raise ConfigError(f"launch.{key}", message)
+    if refusal:
+        link.send(refused=refusal)
+    elif elastic is not None and (unhealthy := record_health(link, elastic.record)):
+        link.send(unhealthy=unhealthy)
+    else:
+        return link
+    connection.close()
+    return None
+
+
+def record_health(link: Link, record: NodeRecord) -> str:
+    """Record what the health check of a launcher found; returns why it may not join, or an empty string."""
+    if not link.problems:
+        record.mark_returned(link.host)
+        return ""
+    problem = "; ".join(link.problems)
+    record.add([NodeFault(time.time(), link.host, problem, NodeFaultKind.health)])
+    line = f"node {link.number} ({link.host}) failed its health check and does not join: {problem}"
+    print(f"harness: {line}", file=sys.stderr, flush=True)
+    return f"{line}; start it again when this is repaired"
 
 
 def join_as_peer(
@@ -227,6 +343,7 @@ def join_as_peer(
     link.connection.settimeout(HELLO_TIMEOUT_S)
     link.last_seen_s = time.monotonic()
     group.start_name, group.store_port = message["start"], message["store_port"]
+    group.roster, group.restarts = unpack_roster(message["roster"]), message["restarts"]
     return group
 
 
@@ -240,6 +357,8 @@ def wait_for_go(group: NodeGroup, link: Link, deadline_s: float, stop_requested:
         for message in messages or ():
             if "refused" in message:
                 raise ConfigError("", message["refused"])
+            if "unhealthy" in message:
+                raise RendezvousError(message["unhealthy"])
             if "go" in message:
                 return message
         if messages is None:

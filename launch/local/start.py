@@ -2,13 +2,15 @@
 
 Why: torchrun exits with 1 whatever its workers returned, and gives a stopping run 30 seconds. A run that saves a
 checkpoint on a stop signal needs more time, and a cluster needs to know whether to requeue.
-How: the processes of the ranks are forked first (`launch.local.worker_pool`). Then torch's elastic agent runs in a
-thread with the stop signals blocked; the main thread receives them and forwards them. The first signal asks the workers
-to stop, a second SIGINT or SIGTERM kills them. SIGUSR1 never kills, because a cluster scheduler may send it to every
-process and more than once. Workers return their exit code. A worker that dies is reported with rank, cause, traceback
-and log, and the others are stopped within seconds, also those of other nodes (`launch.local.node_group`). A worker dies
-with the process that started it. Rank 0 keeps the terminal, the others write to `logs/<start>/`.
-Left out: restarts. Whoever started a run that ends with 75 resumes it. `LOGLEVEL` enables the agent's own log.
+How: the processes of the ranks are forked from a template (`launch.local.worker_pool`). Then torch's elastic agent runs
+in a thread with the stop signals blocked; the main thread receives them and forwards them. The first signal asks the
+workers to stop, a second SIGINT or SIGTERM kills them. SIGUSR1 never kills, because a cluster scheduler may send it to
+every process and more than once. Workers return their exit code. A worker that dies is reported with rank, cause,
+traceback and log, and the others are stopped within seconds, also those of other nodes (`launch.local.node_group`).
+Then all ranks start again, within a budget (`launch.local.restart`). A worker dies with the process that started it.
+A launcher without a node waits as a spare (`launch.local.spare`).
+Rank 0 keeps the terminal, the others write to `logs/<start>/`.
+Left out: a run that ends with 75 is resumed by whoever started it. `LOGLEVEL` enables the agent's own log.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shutil
 import signal
 import sys
 import time
@@ -23,24 +26,40 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import cache
+from pathlib import Path
 from socket import gethostname
 from types import FrameType
+from typing import Any
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from harness.config.errors import EXIT_CRASHED, EXIT_INTERRUPTED, require
+from harness.analysis.plan.machine_memory import MachineMemory, check_memory
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_CRASHED, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, require
 from harness.config.parallel import DeviceKind
-from harness.config.schema import Config
+from harness.config.schema import Config, check_world
 from harness.control.stop_requests import STOP_SIGNALS
+from harness.core.events import EndCause
 from harness.core.locking.run_lease import clearing_dead_lease
-from harness.core.rundir import locate
+from harness.core.memory_limits import address_space_left, free_bytes, total_bytes
+from harness.core.rundir import RunDir, locate
 from harness.precision.fp8.engine import require_engine_installed
+from harness.telemetry import heartbeat
+from harness.telemetry.event_log import log_size, record_crash
 from harness.telemetry.heartbeat import mark_ended
+from harness.telemetry.rank_progress import HangLimits
+from harness.telemetry.sinks.sink_process import send_last_alerts
+from launch.health.node_facts import machine_name
+from launch.local import hang_report
 from launch.local.agent import POLL_S, run_agent
 from launch.local.node_group import SINGLE_NODE, NodeFailure, NodeGroup, RendezvousSpec
-from launch.local.ranks import RankLogs, render_failure, run_exit_code
-from launch.local.rendezvous import RendezvousError, StopRequested, find_interface_to, join_nodes
+from launch.local.out_of_memory import MemoryWatch
+from launch.local.planned_restart import RestartPlanner
+from launch.local.ranks import RankFailure, RankLogs, render_failure, run_exit_code
+from launch.local.rendezvous import Elastic, RendezvousError, StopRequested, find_interface_to, join_nodes
+from launch.local.restart import RestartHistory, agree_on_restart, print_decision
+from launch.local.shared_memory import run_and_clean_up, snapshot_bytes
+from launch.local.spare import check_this_machine, wait_as_spare
 from launch.local.supervisor import Supervisor
 from launch.local.thread_count import THREADS_VARIABLE, rank_thread_environment
 from launch.local.worker import Worker
@@ -48,32 +67,41 @@ from launch.local.worker_pool import (
     STACKS_SIGNAL,
     TORCH_NUM_THREADS,
     PooledWorker,
+    WorkerPool,
     WorkerTask,
     can_fork,
     enter_worker,
-    open_worker_pool,
+    open_worker,
 )
+from launch.node_record import NodeRecord
 
 DUPLICATE_S = 0.25
 COUNT_TIMEOUT_S = 60.0
-GRACE_S = 3.0
+GRACE_S = 0.5
 """How long workers may take to exit by themselves after another one has failed."""
 SILENT_NODE_S = 30.0
 """A node that has sent nothing for this long counts as lost."""
-STACKS_TIMEOUT_S = 0.5
+ANSWER_WITHIN_S = 2.0
+"""How long ranks may take to write their stacks and collectives after a hang; a stopped process writes none."""
 INTERFACE = "GLOO_SOCKET_IFNAME"
+HANG_FILE = "hang.txt"
 
 
 def ranks_to_start(cfg: Config) -> int:
-    """Ranks to start here: `launch.nproc`, or one for each GPU, or 2 on CPU."""
+    """Ranks to start here: `launch.nproc`, or `launch.ranks_per_gpu` for each GPU, or 2 on CPU."""
     gpus = 0 if cfg.parallel.device is DeviceKind.cpu else num_gpus()
     if cfg.parallel.device is DeviceKind.cuda:
         require(gpus > 0, "parallel.device", "no CUDA device on this machine; choose cpu or auto")
     require_engine_installed(cfg.precision, has_gpu=gpus > 0)
+    share = cfg.launch.ranks_per_gpu
+    require(gpus > 0 or share == 1, "launch.ranks_per_gpu", f"is {share}, but the ranks run on CPU; use launch.nproc")
     if gpus and cfg.launch.nproc:
         message = f"must not exceed the {gpus} GPUs of this machine, got {cfg.launch.nproc}"
-        require(cfg.launch.nproc <= gpus, "launch.nproc", f"{message}; or parallel.device=cpu")
-    return cfg.launch.nproc or gpus or 2
+        if share > 1:
+            message = f"must not exceed {share} ranks on each of {gpus} GPUs, got {cfg.launch.nproc}"
+        hint = "launch.ranks_per_gpu shares a GPU for a rehearsal, parallel.device=cpu uses none"
+        require(cfg.launch.nproc <= gpus * share, "launch.nproc", f"{message}; {hint}")
+    return cfg.launch.nproc or gpus * share or 2
 
 
 @cache
@@ -84,20 +112,68 @@ def num_gpus() -> int:
     """
     if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         return 0
-    with open_worker_pool(1, forked=can_fork()) as (counter,):
+    with open_worker(forked=can_fork()) as counter:
         counter.assign(WorkerTask(call=torch.cuda.device_count))
         return counter.poll_result(COUNT_TIMEOUT_S) or 0
 
 
-def launch(cfg: Config, worker: Worker, spec: RendezvousSpec = SINGLE_NODE) -> int:
-    """Run `worker(cfg)` on every rank of this node; returns the exit code of the run, 1 for a crash."""
+@cache
+def smallest_gpu_bytes(num_gpus_used: int) -> tuple[int, int] | None:
+    """Free and total memory of the smallest of the first GPUs; None if it cannot be measured.
+
+    Measured in a separate process, like `num_gpus`.
+    """
+    with open_worker(forked=can_fork()) as process:
+        process.assign(WorkerTask(call=measure_gpu_bytes, arguments=(num_gpus_used,)))
+        measured: tuple[int, int] | None = process.poll_result(COUNT_TIMEOUT_S)  # type: ignore[assignment]
+        return measured
+
+
+def measure_gpu_bytes(num_gpus_used: int) -> Any:
+    """Free and total memory: the least of each."""
+    frees, totals = zip(*(torch.cuda.mem_get_info(index) for index in range(num_gpus_used)), strict=True)
+    return min(frees), min(totals)
+
+
+def measure_machine(cfg: Config, nproc: int) -> MachineMemory:
+    """The memory that `nproc` ranks find on this machine."""
+    is_gpu = cfg.parallel.device is not DeviceKind.cpu and num_gpus() > 0
+    share = cfg.launch.ranks_per_gpu
+    if is_gpu and (measured := smallest_gpu_bytes(-(-nproc // share))) is not None:
+        free, total = measured
+        return MachineMemory(
+            total_bytes=total, free_bytes=free, num_ranks=nproc, is_gpu=True, ranks_per_gpu=min(share, nproc)
+        )
+    left, free, total = address_space_left(), free_bytes() + snapshot_bytes(cfg), total_bytes()
+    if left is not None:
+        free, total = min(free, nproc * left), min(total, nproc * left)
+    return MachineMemory(total_bytes=total, free_bytes=free, num_ranks=nproc, is_gpu=False)
+
+
+def check_machine(cfg: Config, *, num_nodes: int = 1) -> list[str]:
+    """Reject a run that cannot fit into the memory of this machine; returns warnings."""
+    nproc = ranks_to_start(cfg)
+    check_world(cfg, num_nodes * nproc)
+    return check_memory(cfg, measure_machine(cfg, nproc), world_size=num_nodes * nproc)
+
+
+def launch(cfg: Config, worker: Worker, spec: RendezvousSpec = SINGLE_NODE, *, comes_back: bool = False) -> int:
+    """Run `worker(cfg)` on every rank of this node; returns the exit code of the run, 1 for a crash.
+
+    comes_back: the run is in progress, and this machine joins it as a spare.
+    """
     nproc = ranks_to_start(cfg)
     silence_agent()
+    elastic = plan_elastic(cfg, spec, nproc=nproc, comes_back=comes_back)
+    if elastic is not None and spec.node_rank == 0 and elastic.problems:
+        problem = "; ".join(elastic.problems)
+        print(f"harness: node 0 ({machine_name()}) failed its health check: {problem}", file=sys.stderr)
+        return EXIT_CRASHED
     with (
         clearing_dead_lease(locate(cfg).path),
         rank_thread_environment(cfg, nproc),
         collect_stop_signals() as stop_signals,
-        open_worker_pool(nproc, forked=can_fork() and os.environ[THREADS_VARIABLE] == TORCH_NUM_THREADS) as processes,
+        WorkerPool(forked=can_fork() and os.environ[THREADS_VARIABLE] == TORCH_NUM_THREADS) as pool,
     ):
         try:
             group = join_nodes(
@@ -107,6 +183,7 @@ def launch(cfg: Config, worker: Worker, spec: RendezvousSpec = SINGLE_NODE) -> i
                 within_s=cfg.launch.start_within_s,
                 silent_s=min(SILENT_NODE_S, cfg.launch.hang_after_s),
                 stop_requested=lambda: bool(stop_signals),
+                elastic=elastic,
             )
         except StopRequested:
             return EXIT_INTERRUPTED
@@ -114,36 +191,131 @@ def launch(cfg: Config, worker: Worker, spec: RendezvousSpec = SINGLE_NODE) -> i
             print(f"harness: {error}", file=sys.stderr)
             return EXIT_CRASHED
         with group:
-            return run_ranks(cfg, worker, group, processes, stop_signals)
+            history = RestartHistory.begin(cfg, nproc=nproc, elastic=elastic)
+            return run_and_clean_up(cfg, lambda: run_until_final(cfg, worker, group, pool, stop_signals, history))
+
+
+def count_active_nodes(cfg: Config, num_launchers: int) -> int:
+    """How many of the launchers run ranks; the others are spares."""
+    return min(num_launchers, cfg.launch.nodes) if cfg.launch.spares else num_launchers
+
+
+def plan_elastic(cfg: Config, spec: RendezvousSpec, *, nproc: int, comes_back: bool) -> Elastic | None:
+    """On which numbers of nodes the run may continue, and whether this machine is healthy; None if it needs all."""
+    num_nodes = count_active_nodes(cfg, spec.num_nodes)
+    if spec.num_nodes == 1 or not cfg.launch.is_elastic:
+        return None
+    machine, allowed = measure_machine(cfg, nproc), []
+    for size in range(min(cfg.launch.min_nodes or num_nodes, num_nodes), num_nodes + 1):
+        with suppress(ConfigError):
+            check_world(cfg, size * nproc)
+            check_memory(cfg, machine, world_size=size * nproc)
+            allowed.append(size)
+    record = NodeRecord(locate(cfg), hours=cfg.launch.slurm.exclude_hours)
+    return Elastic(allowed=tuple(allowed), record=record, problems=check_this_machine(cfg, computes=comes_back))
+
+
+def run_until_final(
+    cfg: Config, worker: Worker, group: NodeGroup, pool: WorkerPool, stop_signals: list[int], history: RestartHistory
+) -> int:
+    """Start the ranks, and start them again after a failure as long as the budget allows; returns the exit code."""
+    run = locate(cfg)
+    existing, log_bytes = existing_parents(run.path), log_size(run.events)
+    while True:
+        if group.is_spare and (code_of_run := wait_as_spare(group, stop_signals)) is not None:
+            return code_of_run
+        with pool.start_workers(history.nproc) as processes:
+            code = run_ranks(cfg, worker, group, processes, stop_signals, RestartPlanner(group, history))
+        failure = group.failure
+        if failure is None or (code == EXIT_DONE and failure.cause == EndCause.lost_node):
+            if group.number == 0:
+                history.record_faults(group, stopping=True)
+            return code
+        decision = agree_on_restart(group, history, stopping=bool(stop_signals))
+        print_decision(decision, group, has_crashed=code == EXIT_CRASHED and cfg.launch.max_restarts > 0)
+        if not decision.again:
+            break
+        if group.is_spare:
+            group.send_all(problems=check_this_machine(cfg, computes=True))
+    if group.number == 0:
+        if record_failure(run, code, failure):
+            send_last_alerts(run, cfg.telemetry, log_bytes=log_bytes)
+        if code == EXIT_BAD_CONFIG and group.spec.num_nodes == 1:
+            remove_rejected_run(run, existing)
+    return code
 
 
 def run_ranks(
-    cfg: Config, worker: Worker, group: NodeGroup, processes: Sequence[PooledWorker], stop_signals: list[int]
+    cfg: Config,
+    worker: Worker,
+    group: NodeGroup,
+    processes: Sequence[PooledWorker],
+    stop_signals: list[int],
+    planner: RestartPlanner,
 ) -> int:
-    """Start the workers and supervise them to their end."""
-    nproc, node_rank = len(processes), group.spec.node_rank
-    logs = RankLogs(locate(cfg).logs / group.start_name, range(node_rank * nproc, (node_rank + 1) * nproc))
+    """Run the workers of one start and supervise them to their end; returns the exit code of the start."""
+    nproc, node_rank = len(processes), group.node_rank
+    logs = RankLogs(locate(cfg).logs / group.attempt_name, range(node_rank * nproc, (node_rank + 1) * nproc))
+    memory = MemoryWatch.start(cfg, measure_machine(cfg, nproc), world_size=group.num_nodes * nproc)
 
     def on_failure(error: ChildFailedError) -> None:
-        failure, host = logs.first_failure(error), gethostname()
+        failure, host = memory.explain(logs.first_failure(error)), gethostname()
         line = failure.message if failure.is_user_error else f"rank {failure.rank} on {host} {failure.describe()}"
-        code = run_exit_code(failure, stopping=bool(stop_signals))
-        group.report_failure(NodeFailure(node_rank=node_rank, host=host, exit_code=code, line=line))
+        beat = heartbeat.read(heartbeat.heartbeat_file(locate(cfg), failure.rank))
+        group.report_failure(
+            NodeFailure(
+                node_rank=node_rank,
+                host=host,
+                exit_code=run_exit_code(failure, stopping=bool(stop_signals)),
+                line=line,
+                cause=failure.cause,
+                step=-1 if beat is None else beat.step,
+                error=failure.kind,
+            )
+        )
 
     logs.create()
     tasks = build_tasks(cfg, worker, logs, gloo_environment(group.address))
-    with ThreadPoolExecutor(max_workers=1, initializer=block_stop_signals) as pool:
-        future = pool.submit(run_agent, group, processes, tasks, on_failure=on_failure)
-        hung = supervise(future, stop_signals, logs, group, Supervisor(locate(cfg), logs.ranks, cfg.launch))
+    with ThreadPoolExecutor(max_workers=1, initializer=block_stop_signals) as executor:
+        supervisor = Supervisor(locate(cfg), logs.ranks, HangLimits(cfg.launch, cfg.parallel.timeout_s))
+        future = executor.submit(run_agent, group, processes, tasks, on_failure=on_failure)
+        hung = supervise(future, stop_signals, logs, group, supervisor, memory, planner)
         try:
             code = max(future.result().values())
         except ChildFailedError as error:
-            code = print_failure(error, logs, group, stopping=bool(stop_signals), hung=hung)
-            if node_rank == 0 and group.failure is not None:
-                mark_ended(locate(cfg), code, group.failure.line)
-            return code
-        group.report_success()
+            failure = memory.explain(logs.first_failure(error))
+            return print_failure(failure, logs, group, stopping=bool(stop_signals), hung=hung)
+        group.report_success(code)
         return code
+
+
+def record_failure(run: RunDir, code: int, failure: NodeFailure) -> bool:
+    """Write to status and log how a start ended that could not do it itself; all ranks are gone by now.
+
+    Returns whether the log has the end.
+    """
+    mark_ended(run, code, failure.line)
+    cause = EndCause(failure.cause)
+    if code in (EXIT_CRASHED, EXIT_INTERRUPTED) and cause is not EndCause.unknown and run.config.exists():
+        record_crash(run, code, failure.line, cause)
+        return True
+    return False
+
+
+def existing_parents(path: Path) -> set[Path]:
+    """A directory and those above it, as far as they exist."""
+    return {parent for parent in (path, *path.parents) if parent.exists()}
+
+
+def remove_rejected_run(run: RunDir, existing: set[Path]) -> None:
+    """Remove what a rejected start has created: its run directory, if it is new and no step was logged."""
+    if run.path in existing or run.events.exists():
+        return
+    shutil.rmtree(run.path, ignore_errors=True)
+    with suppress(OSError):
+        for parent in run.path.parents:
+            if parent not in existing:
+                parent.rmdir()
 
 
 def build_tasks(cfg: Config, worker: Worker, logs: RankLogs, environment: dict[str, str]) -> list[WorkerTask]:
@@ -190,7 +362,13 @@ def collect_stop_signals() -> Iterator[list[int]]:
 
 
 def supervise(
-    future: Future[dict[int, int]], stop_signals: list[int], logs: RankLogs, group: NodeGroup, supervisor: Supervisor
+    future: Future[dict[int, int]],
+    stop_signals: list[int],
+    logs: RankLogs,
+    group: NodeGroup,
+    supervisor: Supervisor,
+    memory: MemoryWatch,
+    planner: RestartPlanner,
 ) -> str | None:
     """Forward stop signals until the agent is done: the first as SIGTERM, a repeated one as SIGKILL.
 
@@ -201,14 +379,26 @@ def supervise(
     kill_s = math.inf
     hung: str | None = None
     while not wait([future], timeout=POLL_S).done:
+        memory.observe(logs.pids(), time.monotonic())
         if group.failure is not None:
-            kill_s = min(kill_s, time.monotonic() + GRACE_S)
+            is_hang = group.failure.cause == EndCause.hung_rank
+            if is_hang:
+                signal_workers(logs, STACKS_SIGNAL, sent)
+            has_answers = is_hang and logs.have_answered()
+            wait_s = 0.0 if has_answers else ANSWER_WITHIN_S if is_hang else GRACE_S
+            kill_s = min(kill_s, time.monotonic() + wait_s)
         elif hung := supervisor.check(time.monotonic()):
             group.report_failure(
-                NodeFailure(node_rank=group.spec.node_rank, host=gethostname(), exit_code=EXIT_CRASHED, line=hung)
+                NodeFailure(
+                    node_rank=group.node_rank,
+                    host=gethostname(),
+                    exit_code=EXIT_CRASHED,
+                    line=hung,
+                    cause=EndCause.hung_rank,
+                )
             )
-            signal_workers(logs, STACKS_SIGNAL, sent)
-            kill_s = time.monotonic() + STACKS_TIMEOUT_S
+        elif not stop_signals and (planned := planner.check(time.monotonic())) is not None:
+            group.report_failure(planned)
         if stop_signals and not sent:
             sent.add((0, 0))
             print("harness: stopping gracefully; a second Ctrl-C or SIGTERM kills the workers", file=sys.stderr)
@@ -239,6 +429,15 @@ def gloo_environment(address: str) -> dict[str, str]:
     return {} if interface is None else {INTERFACE: interface}
 
 
+def print_explanation(logs: RankLogs, *, world_size: int) -> None:
+    """Print and keep which collective hangs, and which ranks did not call it, by what all ranks wrote."""
+    answers = hang_report.read_answers(logs.directory, range(world_size))
+    if line := hang_report.explain_hang(answers):
+        print(f"harness: {line}", file=sys.stderr)
+        with suppress(OSError):
+            (logs.directory / HANG_FILE).write_text(f"{line}\n", encoding="utf-8")
+
+
 def silence_agent() -> None:
     """Disable the agent's log, which repeats at length what `print_failure` says in a few lines."""
     if "LOGLEVEL" not in os.environ:
@@ -248,19 +447,18 @@ def silence_agent() -> None:
             logger.propagate = False
 
 
-def print_failure(
-    error: ChildFailedError, logs: RankLogs, group: NodeGroup, *, stopping: bool, hung: str | None
-) -> int:
+def print_failure(failure: RankFailure, logs: RankLogs, group: NodeGroup, *, stopping: bool, hung: str | None) -> int:
     """Print why the run ended: in full on the node where it began, one line on the others."""
     node_failure = group.failure
-    if node_failure is not None and node_failure.node_rank != group.spec.node_rank:
-        where = f"node {group.spec.node_rank} ({gethostname()}) stops"
+    is_elsewhere = node_failure is not None and node_failure.node_rank != group.node_rank
+    if node_failure is not None and (is_elsewhere or node_failure.cause == EndCause.planned):
+        where = f"node {group.node_rank} ({gethostname()}) stops"
         print(f"harness: {where}: {node_failure.line}", file=sys.stderr)
         return node_failure.exit_code
     if hung:
         print(f"harness: {hung}; stacks of all threads: {logs.directory}/*.stacks", file=sys.stderr)
+        print_explanation(logs, world_size=group.num_nodes * len(logs.ranks))
         return EXIT_CRASHED
-    failure = logs.first_failure(error)
     if text := render_failure(failure, stopping=stopping):
         print(text, file=sys.stderr)
     return run_exit_code(failure, stopping=stopping)

@@ -44,4 +44,4 @@ def count_expected_ranks(cfg: Config) -> int:
         return cfg.launch.nproc
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = list(Path("/dev").glob("nvidia[0-9]*")) if named is None else [name for name in named.split(",") if name]
-    return (0 if cfg.parallel.device is DeviceKind.cpu else len(gpus)) or 2
+    return (0 if cfg.parallel.device is DeviceKind.cpu else len(gpus)) * cfg.launch.ranks_per_gpu or 2

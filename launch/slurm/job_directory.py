@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import final
 
 from harness.config import compose
-from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, require
 from harness.config.schema import Config
 from harness.control import stop_requests
 from harness.core.rundir import RunDir, locate, write_atomically
@@ -82,7 +82,9 @@ def check_unclaimed(run: RunDir, known: SlurmJob | None, job: str) -> None:
 
 def prepare_in_job(cfg: Config, job: str, num_nodes: int) -> tuple[Path, Path]:
     """The run directory and the code of this job, created at its first start."""
-    cfg.launch.nodes, cfg.launch.min_nodes = num_nodes, None
+    message = f"{cfg.launch.spares} spares leave fewer than 2 of the {num_nodes} nodes of this job"
+    require(cfg.launch.spares == 0 or num_nodes - cfg.launch.spares > 1, "launch.spares", message)
+    cfg.launch.nodes, cfg.launch.min_nodes = num_nodes - cfg.launch.spares, None
     cfg.run.name = cfg.run.name or f"{cfg.model.name}-job-{job}"
     known = read_job(locate(cfg))
     if known is None or known.job != job:

@@ -50,10 +50,10 @@ def build_directives(
 ) -> list[str]:
     """The options for sbatch, one a line; only the last part of `log` may contain Slurm's %j, %A and %a."""
     slurm = cfg.slurm
-    is_fixed = cfg.min_nodes in (None, cfg.nodes)
+    is_fixed, most = cfg.min_nodes in (None, cfg.nodes), cfg.nodes + cfg.spares
     asked: dict[str, str | int | None] = {
         "--job-name": name,
-        "--nodes": cfg.nodes if is_fixed else f"{cfg.min_nodes}-{cfg.nodes}",
+        "--nodes": most if is_fixed else f"{cfg.min_nodes}-{most}",
         "--ntasks-per-node": 1 if is_fixed else None,  # with a node range, Slurm would allocate only the minimum
         "--cpus-per-task": slurm.cpus_per_node,
         "--gpus-per-node": slurm.gpus_per_node,
@@ -69,6 +69,7 @@ def build_directives(
         "--open-mode": "append",
     }
     lines = [f"{option}={quote_value(option, str(value))}" for option, value in asked.items() if value is not None]
+    lines += ["--no-kill"] if cfg.spares else []  # the launchers replace a lost node; Slurm would end the job
     return [*lines, "--requeue" if slurm.max_requeues else "--no-requeue", *slurm.options]
 
 

@@ -2,110 +2,44 @@
 
 Why: one bad node among a hundred crashes the whole run, or computes wrong numbers. A check before the start takes a
 minute.
-How: srun starts one process for each future rank. The first on a node collects what is visible without torch (GPUs and
-their memory, ECC and driver errors, host memory, disk). Then all processes join in a small all-reduce over the network,
-and over NCCL on GPUs, compare clocks, and look for a file that the first one wrote. A problem is one line that names
+How: srun starts one process for each future rank. The first on a node collects what is visible without torch
+(`launch.health.node_facts`). Each process computes GEMMs on its device (`launch.health.gemm_check`). Then all processes
+join in a small all-reduce over the network, and over NCCL on GPUs, compare clocks and speeds, look for a file that the
+first one wrote, and test the links between neighbours (`launch.health.link_check`). A problem is one line that names
 the node, and the step ends for all. A node is blamed for its own faults only; one that failed twice is excluded
 (`launch.slurm.node_exclusion`).
-Left out: bandwidth, and errors that the driver does not report. A process that misses the all-reduce is not identified.
+Left out: a process that misses the all-reduce is not identified.
 """
 
 from __future__ import annotations
 
 import os
-import re
-import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import final
+from typing import TYPE_CHECKING
 
 from harness.config import compose
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError
-from harness.config.parallel import DeviceKind, ParallelConfig
+from harness.config.parallel import ParallelConfig
 from harness.config.schema import Config
 from harness.core.fast_imports import loading
 from harness.core.rundir import RunDir
+from launch.health.link_check import describe_links, judge_links, merge_reports
+from launch.health.node_facts import check_facts, collect_facts, expected_num_devices
 from launch.slurm.job_directory import slurm_folder
 from launch.slurm.node_exclusion import HealthProblem
 from launch.slurm.requeue import EXIT_UNHEALTHY
 
-GIGABYTE = 1e9
-MIN_HOST_BYTES = 2 * GIGABYTE
-MIN_DISK_BYTES = 2 * GIGABYTE
-MIN_FREE_FRACTION = 0.9
-"""Of the memory of a GPU; less is free if a leftover process occupies it."""
+if TYPE_CHECKING:
+    from harness.distributed.world import World
+    from launch.health.gemm_check import GemmReport
+
 MAX_SKEW_S = 1.0
-TOOL_TIMEOUT_S = 60.0
-"""For nvidia-smi and dmesg."""
 REDUCED_NUMBERS = 1_000_000
-XID_WINDOW_S = 3600.0
-BROKEN_XIDS = frozenset({48, 61, 62, 64, 74, 79, 92, 95, 119, 120, 140, 143})
-"""Driver errors of broken memory, links or firmware; other Xids are caused by programs."""
-QUERY = "index,memory.free,memory.total,ecc.errors.uncorrected.volatile.total"
-MEBIBYTE = 2**20
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuFacts:
-    """One GPU, as nvidia-smi reports it."""
-
-    index: int
-    free_bytes: int
-    memory_bytes: int
-    num_ecc_errors: int
-    """Uncorrected, since the driver was loaded; 0 if the device does not count."""
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeFacts:
-    """State of one node."""
-
-    devices: tuple[GpuFacts, ...]
-    xids: tuple[int, ...]
-    """Errors that the driver reported within the last hour."""
-    free_host_bytes: float
-    free_disk_bytes: float
-    is_writable: bool
-    """Whether this node can write to the run directory."""
-
-
-def find_faults(facts: NodeFacts, num_devices: int | None) -> list[str]:
-    """Faults of one node, each in a few words; `num_devices` is None if any number will do."""
-    faults: list[str] = []
-    if num_devices is not None and len(facts.devices) != num_devices:
-        faults.append(f"has {len(facts.devices)} GPUs, expected {num_devices}")
-    for device in facts.devices:
-        if device.num_ecc_errors:
-            faults.append(f"GPU {device.index} has {device.num_ecc_errors} uncorrected ECC errors")
-        if device.free_bytes < MIN_FREE_FRACTION * device.memory_bytes:
-            free, whole = device.free_bytes / GIGABYTE, device.memory_bytes / GIGABYTE
-            faults.append(f"GPU {device.index} has {free:.0f} of {whole:.0f} GB free: another process is on it")
-    if broken := sorted(BROKEN_XIDS.intersection(facts.xids)):
-        faults.append(f"the driver reported Xid {', '.join(map(str, broken))} within the last hour")
-    faults += check_free_bytes("host memory", facts.free_host_bytes, MIN_HOST_BYTES)
-    if not facts.is_writable:
-        faults.append("the run directory cannot be written")
-    return faults
-
-
-def check_free_bytes(what: str, free_bytes: float, min_bytes: float) -> list[str]:
-    if free_bytes >= min_bytes:
-        return []
-    return [f"{what}: {free_bytes / GIGABYTE:.1f} GB free, at least {min_bytes / GIGABYTE:.0f} needed"]
-
-
-def check_node(node: str, facts: NodeFacts, num_devices: int | None) -> list[HealthProblem]:
-    """Problems of one node, and of the disk that all nodes share."""
-    full = check_free_bytes("disk in the run directory", facts.free_disk_bytes, MIN_DISK_BYTES)
-    own = [HealthProblem(node, text) for text in find_faults(facts, num_devices)]
-    return own + [HealthProblem(node, text, blames=False) for text in full]
 
 
 def check_clocks(times_s: Mapping[str, float]) -> list[HealthProblem]:
@@ -127,72 +61,29 @@ def check_shared_directory(sees_marker: Mapping[str, bool]) -> list[HealthProble
     return [HealthProblem(node, "does not see the run directory of the first node", blames=blames) for node in lost]
 
 
-def expected_num_devices(cfg: Config) -> int | None:
-    """None if no number was configured."""
-    if cfg.parallel.device is DeviceKind.cpu:
-        return None
-    return cfg.launch.slurm.gpus_per_node or (cfg.launch.nproc if cfg.parallel.device is DeviceKind.cuda else None)
+def check_speeds(nodes: Sequence[str], gemms: Sequence[GemmReport]) -> list[HealthProblem]:
+    """Devices that are slower than the others of their node; both lists are in rank order."""
+    from launch.health.gemm_check import find_slow_devices
+
+    problems = []
+    for node in dict.fromkeys(nodes):
+        own = {gemm.device: gemm.tflops for name, gemm in zip(nodes, gemms, strict=True) if name == node}
+        problems += [HealthProblem(node, text) for text in find_slow_devices(own)]
+    return problems
 
 
-def collect_facts(run: RunDir, node: str) -> NodeFacts:
-    """Collect the facts of this node."""
-    smi = run_tool("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits")
-    return NodeFacts(
-        devices=parse_devices(smi),
-        xids=parse_xids(run_tool("dmesg"), read_uptime_s()),
-        free_host_bytes=free_host_bytes(Path("/proc/meminfo").read_text(encoding="utf-8")),
-        free_disk_bytes=shutil.disk_usage(run.path).free,
-        is_writable=write_marker(slurm_folder(run) / f"health-{node}"),
-    )
+def check_own_device(cfg: ParallelConfig, local_rank: int) -> GemmReport:
+    """Multiply known matrices on the device of this process."""
+    with loading():
+        from launch.health.gemm_check import check_devices, list_devices
+
+    devices = list_devices(cfg.device)
+    return check_devices([devices[local_rank % len(devices)]])[0]
 
 
-def run_tool(*command: str) -> str:
-    """Output of a program; empty if it is missing or fails."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S, check=False).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
-
-
-def parse_devices(table: str) -> tuple[GpuFacts, ...]:
-    """Parse the CSV table of nvidia-smi."""
-    rows = [[cell.strip() for cell in line.split(",")] for line in table.splitlines()]
-    return tuple(
-        GpuFacts(
-            index=int(index),
-            free_bytes=int(free) * MEBIBYTE,
-            memory_bytes=int(whole) * MEBIBYTE,
-            num_ecc_errors=int(errors) if errors.isdigit() else 0,
-        )
-        for index, free, whole, errors in (row for row in rows if len(row) == 4)
-    )
-
-
-def parse_xids(kernel_log: str, up_s: float) -> tuple[int, ...]:
-    """Xid numbers of the last hour in a kernel log; `up_s` is the uptime."""
-    entries = re.findall(r"^\[\s*([\d.]+)\].*NVRM: Xid \([^)]*\): (\d+)", kernel_log, re.MULTILINE)
-    return tuple(int(number) for at_s, number in entries if float(at_s) > up_s - XID_WINDOW_S)
-
-
-def read_uptime_s() -> float:
-    return float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
-
-
-def free_host_bytes(meminfo: str) -> float:
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
-    return float(match[1]) * 1024 if match else float("inf")
-
-
-def write_marker(path: Path) -> bool:
-    """Whether a file can be written; it stays until the next check, for the other nodes to find."""
-    try:
-        path.write_text(f"{time.time()}\n", encoding="utf-8")
-    except OSError:
-        return False
-    return True
-
-
-def check_collectives(cfg: ParallelConfig, run: RunDir, node: str, within_s: float) -> list[HealthProblem]:
+def check_collectives(
+    cfg: ParallelConfig, run: RunDir, node: str, gemm: GemmReport, within_s: float
+) -> list[HealthProblem]:
     """Join all processes in an all-reduce; returns the problems between nodes, equal on all processes.
 
     `within_s` bounds the wait for the last process. It grows with their number, because many import torch slowly.
@@ -219,34 +110,78 @@ def check_collectives(cfg: ParallelConfig, run: RunDir, node: str, within_s: flo
         times_s = {name: clock_s[nodes.index(name)] for name in dict.fromkeys(nodes)}
         sees_marker = gather_results(lambda: (slurm_folder(run) / f"health-{nodes[0]}").exists())
         problems = check_clocks(times_s) + check_shared_directory(dict(zip(nodes, sees_marker, strict=True)))
+        problems += check_speeds(nodes, gather_results(lambda: gemm))
+        faults, links = check_links(world, nodes)
+        problems += faults
         if world.is_first and not problems:
             reduced = ", ".join(f"{seconds * 1e3:.0f} ms on {device}" for device, seconds in duration_s.items())
             spread_s = max(times_s.values()) - min(times_s.values())
-            print(f"health: {len(times_s)} nodes, clocks within {spread_s * 1e3:.0f} ms, all-reduce {reduced}")
+            clocks = f"{len(times_s)} nodes, clocks within {spread_s * 1e3:.0f} ms"
+            print(f"health: {clocks}, all-reduce {reduced}, GEMM {gemm.tflops:.4g} TFLOP/s on rank 0{links}")
         return problems
     finally:
         disconnect()
+
+
+def check_links(world: World, nodes: Sequence[str]) -> tuple[list[HealthProblem], str]:
+    """Test the links between neighbours; returns the problems, equal on all processes, and the speed in a few words.
+
+    If they cannot be collected, raises an error with the faults that this process saw itself.
+    """
+    from harness.distributed.collectives import gather_results
+    from launch.health.link_probe import probe_links
+
+    seen = probe_links(world.rank, nodes, world.device, gather=lambda value: gather_results(lambda: value))
+    try:
+        links = merge_reports(report for reports in gather_results(lambda: seen) for report in reports)
+    except RuntimeError as error:
+        own = [problem.text for problem in judge_links(merge_reports(seen), nodes).problems]
+        raise RuntimeError("; ".join([*own, str(error)])) from error
+    judgement = judge_links(links, nodes, is_speed_reliable=world.device.type == "cuda")
+    for warning in judgement.warnings if world.is_first else ():
+        print(f"harness: health: warning: {warning}", file=sys.stderr)
+    return judgement.problems, f", {describe_links(links)}" if links else ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """RUN and the seconds within which all processes must join; returns the exit code."""
     directory, within_s = sys.argv[1:] if argv is None else argv
     run, slurm = RunDir(Path(directory)), os.environ
-    node, is_first_here = slurm["SLURMD_NODENAME"], slurm["SLURM_LOCALID"] == "0"
+    node, local_rank = slurm["SLURMD_NODENAME"], int(slurm["SLURM_LOCALID"])
     slurm["RANK"], slurm["WORLD_SIZE"] = slurm["SLURM_PROCID"], slurm["SLURM_NTASKS"]
     slurm["LOCAL_RANK"] = slurm["SLURM_LOCALID"]
     try:
         cfg = compose.read(run.config)
-        faults = check_node(node, collect_facts(run, node), expected_num_devices(cfg)) if is_first_here else []
-        problems = faults or check_collectives(cfg.parallel, run, node, float(within_s))
+        problems, is_shared = check_all(cfg, run, node, local_rank, float(within_s))
     except ConfigError as error:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG
-    except Exception as error:
-        problems = [HealthProblem(node, f"all-reduce failed: {' '.join(str(error).split())}", blames=False)]
-    for problem in problems if is_first_here else ():
+    for problem in problems if local_rank == 0 or not is_shared else ():
         print(problem.render(), file=sys.stderr)
     return EXIT_UNHEALTHY if problems else EXIT_DONE
+
+
+def check_all(
+    cfg: Config, run: RunDir, node: str, local_rank: int, within_s: float
+) -> tuple[list[HealthProblem], bool]:
+    """Check this node, this device, then all nodes together; returns the problems, and whether all processes have them.
+
+    A process with a fault of its own does not join the others; srun ends them.
+    """
+    if local_rank == 0:
+        facts = collect_facts(run.path, slurm_folder(run) / f"health-{node}")
+        if faults := check_facts(node, facts, expected_num_devices(cfg)):
+            return faults, False
+    try:
+        gemm = check_own_device(cfg.parallel, local_rank)
+        if texts := gemm.list_faults():
+            return [HealthProblem(node, text) for text in texts], False
+        return check_collectives(cfg.parallel, run, node, gemm, within_s), True
+    except ConfigError:
+        raise
+    except Exception as error:
+        text = f"the check with the other nodes failed: {' '.join(str(error).split())}"
+        return [HealthProblem(node, text, blames=False)], False
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
 Why: a run that was interrupted or crashed on a bad node must continue by itself. One that is done, halted, cancelled or
 stopped by a person must not, and one that always crashes at the same place must end with a message.
 How: `decide_requeue` is a pure function of how the job ended and of the record, RUN/requeues.jsonl. The script calls it
-at every end, and at every start, because Slurm itself restarts a job whose node failed. Progress is a newer
-checkpoint that a start would resume from; it resets every limit. Nodes that failed the health check twice are excluded
-(`launch.slurm.node_exclusion`). A start also checks that no other active job has the same run and that no other process
-holds its lease; otherwise it exits with 2 before it could stop that run.
+at every end, and at every start, because Slurm itself restarts a job whose node failed. The launcher inside the job has
+restarted failed ranks before that (`launch.local.restart`); both use the budget of `launch.restart_budget`. Progress is
+a newer checkpoint that a start would resume from; it resets every limit. Nodes with faults are excluded
+(`launch.slurm.node_exclusion`). A start also checks that no other active job has the same run and that no
+other process holds its lease; otherwise it exits with 2 before it could stop that run.
 """
 
 from __future__ import annotations
@@ -20,19 +21,27 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from harness.checkpoint import catalog
 from harness.checkpoint.catalog import Health
 from harness.config import compose
-from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_HALTED, EXIT_INTERRUPTED, ConfigError, StorageError
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError
 from harness.config.launch import SlurmConfig
 from harness.control import stop_requests
 from harness.core.locking.run_lease import require_free
 from harness.core.rundir import RunDir, append_line
+from launch.node_record import read_node_faults
+from launch.restart_budget import (
+    FINAL,
+    Reached,
+    RestartDecision,
+    RunAttempt,
+    count_since_progress,
+    newest_checkpoint,
+)
 from launch.slurm import job_directory
 from launch.slurm.controller import can_start, hostnames, show_job
 from launch.slurm.node_exclusion import (
-    HealthCheckFailure,
     NodeExclusion,
+    NodeFault,
     choose_exclusions,
     exclusions_from_json,
     limit_exclusions,
@@ -44,13 +53,6 @@ EXIT_UNHEALTHY = 69
 SLURM = "slurm"
 """Requester of a stop that the job script asks for."""
 RESTARTED_BY_SLURM = "restarted by Slurm: a node failed, or the job was preempted"
-FINAL = {
-    EXIT_DONE: "all steps done",
-    EXIT_BAD_CONFIG: "invalid config, or another process trains this run",
-    EXIT_HALTED: "halted by the sentinel",
-}
-CheckpointAge = tuple[int, int]
-"""Generation and step of a checkpoint; increases with every checkpoint, also after a rollback."""
 
 
 @final
@@ -64,11 +66,11 @@ class JobEnd:
     """How often the job had started, including this time."""
     exit_code: int | None
     """None if the job ended without reporting one."""
-    good: CheckpointAge | None
+    good: Reached | None
     """Newest good checkpoint at that time."""
     requeued: bool
     reason: str
-    saved: CheckpointAge | None = None
+    saved: Reached | None = None
     """Newest good or candidate checkpoint: where the next start resumes."""
     unhealthy: Mapping[str, str] = field(default_factory=dict)
     """Node -> fault, for nodes that failed the health check of this start."""
@@ -76,7 +78,7 @@ class JobEnd:
     """Nodes that the next start excludes."""
 
     @property
-    def reached(self) -> CheckpointAge | None:
+    def reached(self) -> Reached | None:
         return max((age for age in (self.good, self.saved) if age is not None), default=None)
 
 
@@ -92,55 +94,38 @@ class JobExit(NamedTuple):
     """The person who asked for a stop, and why; empty if nobody did."""
 
 
-class RequeueDecision(NamedTuple):
-    """Whether the job runs again, and why."""
-
-    again: bool
-    reason: str
-
-
 def decide_requeue(
-    job_exit: JobExit, history: Sequence[JobEnd], reached: CheckpointAge | None, limits: SlurmConfig
-) -> RequeueDecision:
+    job_exit: JobExit, history: Sequence[JobEnd], reached: Reached | None, limits: SlurmConfig
+) -> RestartDecision:
     """Decide whether the job runs again.
 
     `history` holds the earlier ends of the same job, oldest first; `reached` is the newest checkpoint now.
     """
     code = job_exit.exit_code
     if code in FINAL:
-        return RequeueDecision(False, FINAL[code])
+        return RestartDecision(False, FINAL[code])
     if not job_exit.state:
-        return RequeueDecision(False, "Slurm does not report the state of the job")
+        return RestartDecision(False, "Slurm does not report the state of the job")
     if job_exit.state != "RUNNING" and job_exit.slurm_reason != "TimeLimit":
-        return RequeueDecision(False, "ended by scancel or by another requeue")
+        return RestartDecision(False, "ended by scancel or by another requeue")
     if job_exit.stopped_by:
-        return RequeueDecision(False, f"stopped on purpose, {job_exit.stopped_by}")
+        return RestartDecision(False, f"stopped on purpose, {job_exit.stopped_by}")
     if limits.max_requeues == 0:
-        return RequeueDecision(False, "launch.slurm.max_requeues=0 allows no requeue")
-    since = last_progress([*(end.reached for end in history), reached])
-    requeues = sum(end.requeued for end in history[max(since, 0) :])
-    stalls = sum(is_stall(item) for item in [*(end.exit_code for end in history), code][since + 1 :])
+        return RestartDecision(False, "launch.slurm.max_requeues=0 allows no requeue")
+    attempts = [RunAttempt(end.reached, end.requeued, is_stall(end.exit_code)) for end in history]
+    requeues, stalls = count_since_progress([*attempts, RunAttempt(reached, False, is_stall(code))])
     where = f"the newest is of step {reached[1]}" if reached else "there is none"
     if requeues >= limits.max_requeues:
         limit = f"launch.slurm.max_requeues={limits.max_requeues}"
-        return RequeueDecision(False, f"requeued {requeues} times without a newer checkpoint ({where}), {limit}")
+        return RestartDecision(False, f"requeued {requeues} times without a newer checkpoint ({where}), {limit}")
     if stalls >= limits.max_stalled:
         limit = f"launch.slurm.max_stalled={limits.max_stalled}"
-        return RequeueDecision(False, f"{stalls} starts in a row ended without a newer checkpoint ({where}), {limit}")
+        return RestartDecision(False, f"{stalls} starts in a row ended without a newer checkpoint ({where}), {limit}")
     if code == EXIT_INTERRUPTED:
-        return RequeueDecision(True, "interrupted, resumable")
+        return RestartDecision(True, "interrupted, resumable")
     if code == EXIT_UNHEALTHY:
-        return RequeueDecision(True, "a node failed its health check")
-    return RequeueDecision(True, RESTARTED_BY_SLURM if code is None else f"crashed with exit code {code}")
-
-
-def last_progress(ages: Sequence[CheckpointAge | None]) -> int:
-    """Index of the last end with a newer checkpoint than all before it; -1 if there is none."""
-    newest, found = None, -1
-    for number, age in enumerate(ages):
-        if age is not None and (newest is None or age > newest):
-            newest, found = age, number
-    return found
+        return RestartDecision(True, "a node failed its health check")
+    return RestartDecision(True, RESTARTED_BY_SLURM if code is None else f"crashed with exit code {code}")
 
 
 def is_stall(exit_code: int | None) -> bool:
@@ -172,15 +157,6 @@ def parse_end(fields: Mapping[str, Any]) -> JobEnd:
     end = JobEnd(**fields)
     good, saved = ((age[0], age[1]) if age else None for age in (end.good, end.saved))
     return replace(end, good=good, saved=saved, excluded=exclusions_from_json(fields.get("excluded", ())))
-
-
-def newest_checkpoint(run: RunDir, *healths: Health) -> CheckpointAge | None:
-    """None if there is none, or if storage fails: that start counts as one without progress."""
-    try:
-        found = [item for item in catalog.list_checkpoints(run.checkpoints) if item.health in healths]
-    except StorageError:
-        return None
-    return found[-1].age if found else None
 
 
 def find_stop_request(run: RunDir) -> str:
@@ -221,7 +197,7 @@ def record_end(
         saved=saved,
         unhealthy=dict(unhealthy or {}),
     )
-    found = choose_exclusions(list_health_failures([*ends, end]), now=now, limits=limits)
+    found = choose_exclusions(list_node_faults(run, [*ends, end]), now=now, limits=limits)
     end = replace(
         end, excluded=tuple(limit_exclusions(found, lambda nodes: can_start(sbatch, nodes)) if sbatch else found)
     )
@@ -229,27 +205,28 @@ def record_end(
     return end
 
 
-def list_health_failures(ends: Iterable[JobEnd]) -> list[HealthCheckFailure]:
-    """Every health check that a node failed."""
-    return [HealthCheckFailure(end.time, node, reason) for end in ends for node, reason in end.unhealthy.items()]
+def list_node_faults(run: RunDir, ends: Iterable[JobEnd]) -> list[NodeFault]:
+    """Every health check that a node failed before a start, and the faults that the launcher recorded in the job."""
+    failed = [NodeFault(end.time, node, reason) for end in ends for node, reason in end.unhealthy.items()]
+    return [*failed, *read_node_faults(run)]
 
 
-def record_missed_ends(run: RunDir, job: str, start: int) -> RequeueDecision:
+def record_missed_ends(run: RunDir, job: str, start: int) -> RestartDecision:
     """Record the ends of starts that could not do it themselves; returns whether the job may continue."""
     known = max((end.start for end in read_ends(run) if end.job == job), default=0)
-    decision = RequeueDecision(True, "")
+    decision = RestartDecision(True, "")
     for missed in range(known + 1, start):
         end = record_end(run, JobExit(None, "RUNNING", "", find_stop_request(run)), job=job, start=missed)
-        decision = RequeueDecision(end.requeued, end.reason)
+        decision = RestartDecision(end.requeued, end.reason)
     return decision
 
 
 def exclusion_update(present: Sequence[str], ends: Iterable[JobEnd], wanted: Iterable[NodeExclusion]) -> str:
     """The argument of `scontrol update` that excludes `wanted` and the user's own exclusions; empty for no change.
 
-    `present` are the nodes that Slurm excludes now. Those that failed a check of this run before are not the user's.
+    `present` are the nodes that Slurm excludes now. Those that this run has excluded or blamed are not the user's.
     """
-    ours = {node for end in ends for node in end.unhealthy}
+    ours = {node for end in ends for node in [*end.unhealthy, *(exclusion.node for exclusion in end.excluded)]}
     nodes = [*(node for node in present if node not in ours), *(exclusion.node for exclusion in wanted)]
     return "" if set(nodes) == set(present) else f"ExcNodeList={','.join(nodes)}"
 
@@ -284,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             code, health_log, *sbatch = more
             log = Path(health_log).read_text(encoding="utf-8", errors="replace") if health_log else ""
             end = end_job(run, job, start, int(code), log, sbatch)
-            decision = RequeueDecision(end.requeued, end.reason)
+            decision = RestartDecision(end.requeued, end.reason)
     except ConfigError as error:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG

@@ -93,8 +93,9 @@ def submit_array(cfgs: Sequence[Config], directory: Path) -> str:
 
 def choose_script(cfgs: Sequence[Config], script_without: Callable[[Sequence[str]], str]) -> str:
     """The script that excludes as many failed nodes of these runs as Slurm accepts."""
-    ends = [end for cfg in cfgs for end in requeue.read_ends(locate(cfg))]
-    found = choose_exclusions(requeue.list_health_failures(ends), now=time.time(), limits=cfgs[0].launch.slurm)
+    runs = [locate(cfg) for cfg in cfgs]
+    faults = [fault for run in runs for fault in requeue.list_node_faults(run, requeue.read_ends(run))]
+    found = choose_exclusions(faults, now=time.time(), limits=cfgs[0].launch.slurm)
     kept = limit_exclusions(found, lambda nodes: is_accepted(script_without(nodes)))
     script = script_without([exclusion.node for exclusion in kept])
     if not kept:
@@ -180,6 +181,7 @@ def script_settings(cfg: Config, code: Path, *, run: str = "", run_list: str = "
         "run_list": run_list,
         "health": "true" if cfg.launch.slurm.health else "false",
         "checks_per_node": str(checks),
+        **({"elastic": "true"} if cfg.launch.is_elastic else {}),
     }
 
 

@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from harness.analysis.sweeps.sweep_record import Job
-from harness.config.errors import EXIT_HALTED, ConfigError
+from harness.config.errors import EXIT_HALTED, ConfigError, require
 from harness.config.launch import LaunchKind
 from harness.config.run import ResumePolicy
 from harness.config.schema import Config, check_world
@@ -70,6 +70,8 @@ def name_jobs(directory: Path, composed: Sequence[ComposedJob]) -> list[tuple[Jo
 
 def check_launch(cfg: Config, gpus: Sequence[str]) -> None:
     """Reject a config that cannot run on its number of ranks."""
+    message = "a sweep runs with launch=local or launch=slurm; print the manifest of one run at a time"
+    require(cfg.launch.kind is not LaunchKind.k8s, "launch", message)
     if cfg.launch.kind is LaunchKind.slurm:
         from launch.slurm import submit
 

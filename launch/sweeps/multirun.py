@@ -11,7 +11,6 @@ jobs of the sweep.
 from __future__ import annotations
 
 import shlex
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -24,11 +23,10 @@ from harness.analysis.sweeps.sweep_record import Job, Sweep
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_HALTED, EXIT_INTERRUPTED, ConfigError, require
 from harness.config.launch import LaunchKind
 from harness.config.schema import Config
-from harness.core import processes
 from harness.core.events import EvalRecord
 from harness.core.rundir import RunDir
 from harness.telemetry.event_log import prepare_run, tail
-from harness.telemetry.tracking.sink_process import SINK_MODULE, last_line
+from harness.telemetry.sinks.sink_process import last_line, send_rest
 from launch.local.thread_count import num_cores
 from launch.sweeps import scheduler
 from launch.sweeps.jobs import ComposedJob, JobState, find_job_state, name_jobs
@@ -153,23 +151,8 @@ def finish_in_mlflow(directory: Path, cfgs: Sequence[Config]) -> None:
     tracked = [cfg.telemetry for cfg in cfgs if cfg.telemetry.mlflow]
     if not tracked:
         return
-    command = processes.command(SINK_MODULE, str(directory))
-    log = directory / "mlflow.log"
-    try:
-        with log.open("ab") as output:
-            done = subprocess.run(
-                command,
-                env=processes.child_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                check=False,
-                timeout=max(section.exit_wait_s for section in tracked),
-            )
-        problem = "" if done.returncode == EXIT_DONE else last_line(log)
-    except subprocess.TimeoutExpired:
-        problem = "no answer"
-    if problem:
+    within_s = max(section.exit_wait_s for section in tracked)
+    if problem := send_rest([str(directory)], log=directory / "mlflow.log", within_s=within_s):
         print(f"warning: the end of the sweep was not recorded in MLflow: {problem}", file=sys.stderr)
 
 

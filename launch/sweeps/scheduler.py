@@ -53,7 +53,7 @@ class ResourceSlot:
 def ranks_of_job(cfg: Config, gpus: Sequence[str]) -> int:
     """Ranks that a run will have on this machine, determined without torch."""
     usable = 0 if cfg.parallel.device is DeviceKind.cpu else len(gpus)
-    return cfg.launch.nproc or usable or DEFAULT_CPU_RANKS
+    return cfg.launch.nproc or usable * cfg.launch.ranks_per_gpu or DEFAULT_CPU_RANKS
 
 
 def split_machine(cfgs: Sequence[Config], *, num_cores: int, gpus: Sequence[str]) -> list[ResourceSlot]:

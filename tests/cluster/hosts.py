@@ -2,7 +2,8 @@
 
 An outer process has its own network namespace with a bridge. Each host is a pid and network namespace inside it,
 connected to the bridge by a virtual cable (veth). Killing the first process of a host kills everything on it, and the
-kernel still closes its connections; taking its cable down gives the others no sign. Files are shared, as on a cluster.
+kernel still closes its connections; taking its cable down gives the others no sign. Files are shared, as on a cluster,
+except /dev/shm, which is memory of the host and lost with it.
 Nothing outside is changed, and the end of the outer process ends all hosts.
 Processes of a host are forked from a process that has imported torch (`tests.forks`) and then enter its namespaces.
 Needs root and iproute2.
@@ -41,7 +42,7 @@ done
 echo ready
 read -r forever
 """
-INNER = "hostname host$1; echo $$; exec sleep infinity"
+INNER = "hostname host$1; mount -t tmpfs tmpfs /dev/shm; echo $$; exec sleep infinity"
 
 
 def reason_to_skip() -> str:
@@ -124,6 +125,12 @@ class Hosts:
         process = self._hosts.pop(host)
         os.kill(self._first_process_of(process), 9)
         process.communicate()
+
+    def kill(self, host: int, pid: int) -> None:
+        """Send SIGKILL to one process of a host, by its pid there."""
+        subprocess.run(
+            ["nsenter", "-t", str(self._first_process(host)), "-p", "bash", "-c", f"kill -9 {pid}"], check=True
+        )
 
     def cut(self, host: int) -> None:
         """Take its cable down, without closing connections."""

@@ -2,7 +2,8 @@
 
 Four jobs run at the same time in one cluster and are checked one after the other:
 - *preempted*, 2 nodes: gets the signal before its time limit, saves, is requeued and ends bit-identically
-- *sweep*, an array: one run is halted by the sentinel, one loses a task to SIGKILL, is requeued and finishes
+- *sweep*, an array: one run is halted by the sentinel; one loses a rank to SIGKILL, which its launcher starts again,
+  then the whole task, is requeued and finishes
 - *cancelled*: scancel while it trains
 - *plain*, 4 nodes: `sbatch slurm/train.sbatch` by hand
 A run that must not end too early is paused by an operator command that is queued before its start.
@@ -30,7 +31,7 @@ from harness.config.schema import Config
 from harness.control import inbox
 from harness.control.commands import Pause
 from harness.core import events
-from harness.core.events import RunEnded, RunStarted, StepRecord
+from harness.core.events import EndCause, Intervention, RunEnded, RunRestarted, RunStarted, StepRecord
 from harness.core.rundir import RunDir, locate
 from launch.slurm import controller, job_directory, requeue, submit
 from tests import composed
@@ -116,8 +117,12 @@ def create_paused_run(cfg: Config) -> RunDir:
     return run
 
 
+def pauses(run: RunDir) -> list[Intervention]:
+    return [event for event in inbox.interventions(run) if "pause" in str(event.changes)]
+
+
 def is_paused(run: RunDir) -> bool:
-    return any("pause" in str(event.changes) for event in inbox.interventions(run))
+    return bool(pauses(run))
 
 
 def losses(run: RunDir) -> dict[int, float]:
@@ -227,6 +232,13 @@ def test_a_killed_task_is_requeued_and_a_halted_run_is_not(jobs: Jobs, cluster: 
     job, runs = jobs.sweep
     killed = runs["killed"]
     cluster.wait_until(lambda: is_paused(killed))
+    (pid_file,) = killed.logs.glob("*/rank-0.pid")
+    os.kill(int(pid_file.read_text()), signal.SIGKILL)  # a rank: its launcher starts it again, in the same job
+    inbox.send(killed, Pause(), who="the test", reason="wait for the test")
+    cluster.wait_until(lambda: len(pauses(killed)) == 2)
+    (restarted,) = (event for event in events.read(killed.events) if isinstance(event, RunRestarted))
+    assert restarted.cause == EndCause.killed_rank
+    assert ends(killed) == [], "no requeue"
     os.kill(agent_of(cluster, killed), signal.SIGKILL)
     assert cluster.wait(job) == ("FAILED", 3), "the worst exit code of an array"
     assert ends(runs["halted"]) == [(3, False, "halted by the sentinel")]

@@ -1,4 +1,5 @@
-"""Tests of a real Slurm that allocates nodes one by one: waiting array tasks, and nodes that fail their health check.
+"""Tests of a real Slurm that allocates nodes one by one: waiting array tasks, nodes that fail their health check, and a
+spare node that replaces one that died.
 
 Most tasks train nothing: a stand-in for Python records its arguments and runs only the launcher's own commands.
 """
@@ -6,15 +7,17 @@ Most tasks train nothing: a stand-in for Python records its arguments and runs o
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from harness.config.schema import Config
 from harness.core import events
-from harness.core.events import RunStarted
+from harness.core.events import Event, RunRestarted, RunStarted, StepRecord
 from harness.core.rundir import RunDir, locate
 from launch.cli import status
 from launch.slurm import controller, requeue, submit
@@ -133,3 +136,40 @@ def test_a_node_that_failed_twice_is_excluded(
     assert "NodeList=n1" not in shown
     assert status.main([str(run.path)]) == 0
     assert "node n1 is excluded until " in capsys.readouterr().out
+
+
+def test_a_spare_node_replaces_one_that_died_and_the_job_goes_on(slurm: LocalSlurm, tmp_path: Path) -> None:
+    """The launcher and the ranks of the second node are killed: srun neither ends the job nor decides its exit code."""
+    overrides = ("launch.nodes=2", "launch.spares=1", "train.num_steps=100000", "optim.schedule=constant")
+    cfg = config(tmp_path, "run", *overrides, "launch.slurm.health=false", "checkpoint.every_steps=10")
+    run = locate(cfg)
+    job = submit.submit_run(cfg)
+
+    def seen(kind: type[Event]) -> list[Event]:
+        return [event for event in events.read(run.events) if isinstance(event, kind)] if run.events.exists() else []
+
+    def logs() -> str:
+        return "\n".join(path.read_text() for path in run.logs.glob("slurm-*.log"))
+
+    wait_until(lambda: len(seen(StepRecord)) > 15, logs, within_s=TIMEOUT_S)
+    lost = [pid for pid in slurm.processes() if is_on_node(pid, "n2")]
+    for pid in lost:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: len(seen(RunStarted)) == 2, logs, within_s=TIMEOUT_S)
+    (restarted,) = seen(RunRestarted)
+    assert isinstance(restarted, RunRestarted)
+    assert (restarted.replaced_by, restarted.num_nodes) == ({"n2": "n3"}, 2), restarted
+    run.stop.touch()
+    assert wait(slurm, job) == [("FAILED", 75)], "stopped by a person: resumable, not requeued"
+    (end,) = requeue.read_ends(run)
+    assert (end.exit_code, end.requeued) == (75, False)
+    assert [(exclusion.node, exclusion.kind) for exclusion in end.excluded] == [("n2", "lost")]
+
+
+def is_on_node(pid: int, node: str) -> bool:
+    """Whether a process is a task of a job step on this node."""
+    with suppress(OSError):
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return f"SLURMD_NODENAME={node}".encode() in environment and b"HARNESS_EXIT_FILE" in b"".join(environment)
+    return False

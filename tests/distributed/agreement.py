@@ -88,6 +88,7 @@ ONE_RANK_FAULTS: dict[FindingKind, SignalFault] = {
     FindingKind.grad_spike: partial(_once, grad=1e4),
     FindingKind.divergence: partial(_ramp, factor=0.05, of=("loss", "grad")),
     FindingKind.level_shift: partial(_set, loss=3.6),
+    FindingKind.never_learned: partial(_set, loss=12.0),
     FindingKind.weight_drift: partial(_set, weights=1e3),
     FindingKind.v_stale: partial(_set, v=1.0),
     FindingKind.duplicate_batch: partial(_set, fingerprint=1),
@@ -99,6 +100,8 @@ ONE_RANK_FAULTS: dict[FindingKind, SignalFault] = {
     FindingKind.data_mismatch: partial(_set, plan=8),
 }
 """A bad signal of one rank -> the finding of all ranks."""
+FROM_THE_START = {FindingKind.never_learned: 320}
+"""Faults that begin with the first step of a run, and the steps that they take."""
 ALL_RANK_FAULTS: dict[FindingKind, SignalFault] = {
     FindingKind.slow: partial(_set, step_s=1.0),
     FindingKind.speed_recovered: lambda rank_signals, at: _set(rank_signals, at, step_s=1.0 if at < 30 else 0.1),
@@ -139,6 +142,7 @@ class SimulatedRank:
         self.state = RunState()
         self.run = cast(Any, SimpleNamespace(cfg=self.cfg, parts=self.parts, state=self.state))
         self.trace = Trace()
+        self.cold = (deepcopy(self.parts.sentinel), deepcopy(self.state))
         for _ in range(NUM_WARMUP_STEPS):
             self.step(healthy, 0)
         assert self.trace.found == [], self.trace.found
@@ -148,7 +152,7 @@ class SimulatedRank:
         self, fault: SignalFault, *, on_all_ranks: bool = False, until: str = "", steps: int = MAX_STEPS
     ) -> Trace:
         """Run some steps after the warm-up, or until some steps after a finding of this kind."""
-        sentinel, state = deepcopy(self.warm)
+        sentinel, state = deepcopy(self.cold if until in FROM_THE_START else self.warm)
         self.parts.sentinel, self.state, self.trace = sentinel, state, Trace()
         self.run.state = state
         rank_fault = fault if on_all_ranks or self.world.rank == FAULTY_RANK else healthy
@@ -260,7 +264,10 @@ class SimulatedRank:
 def run_all_cases() -> dict[str, Trace]:
     """Run all cases in one process group."""
     simulation = SimulatedRank()
-    traces = {str(kind): simulation.run_case(fault, until=kind) for kind, fault in ONE_RANK_FAULTS.items()}
+    traces = {
+        str(kind): simulation.run_case(fault, until=kind, steps=FROM_THE_START.get(kind, MAX_STEPS))
+        for kind, fault in ONE_RANK_FAULTS.items()
+    }
     traces |= {
         str(kind): simulation.run_case(fault, on_all_ranks=True, until=kind) for kind, fault in ALL_RANK_FAULTS.items()
     }

@@ -10,10 +10,12 @@ Left out: losing data that the kernel had not yet written to disk; SIGKILL does 
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -25,13 +27,14 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from harness.core.fast_imports import loading
 from launch.local.ports import reserved_port
 from tests.forks import ROOT, forks
 
-ATTEMPT_TIMEOUT_S = 60.0
+ATTEMPT_TIMEOUT_S = 200.0
+"""Many times what an attempt takes: a busy disk can stretch each of its dozens of fsync calls to seconds."""
 START_TIMEOUT_S = 120.0
 KILLED = -signal.SIGKILL
 
@@ -173,10 +176,11 @@ def _attempt(
     with reserved_port() as port:
         children = {rank: _fork_rank(rank, size, str(port), (case, arguments, kill_point)) for rank in range(size)}
         reports, problem = _watch(children, kill_point)
-        for child, results in children.values():
-            child.join()
-            results.close()
-    exit_codes = [child.exitcode or 0 for child, _ in children.values()]
+        for child in children.values():
+            child.process.join()
+            child.results.close()
+            child.stacks.close()
+    exit_codes = [child.process.exitcode or 0 for child in children.values()]
     killed = kill_point is not None and exit_codes[kill_point.rank] == KILLED and not problem
     failures = [str(report.value) for report in reports.values() if report and not report.ended]
     if not killed and (problem or failures or None in reports.values()):
@@ -191,22 +195,42 @@ class _Report(NamedTuple):
     """The result of the case, or the traceback of its failure."""
 
 
-_Children = Mapping[int, tuple[BaseProcess, Connection]]
+class _Child(NamedTuple):
+    """A forked rank."""
+
+    process: BaseProcess
+    results: Connection
+    stacks: IO[bytes]
+    """The rank writes the stacks of its threads here at SIGUSR1."""
+
+    def read_stacks(self) -> str:
+        """The stacks of its threads, asked for now."""
+        os.kill(self.process.pid or 0, signal.SIGUSR1)
+        time.sleep(1.0)
+        self.stacks.seek(0)
+        return self.stacks.read().decode()
 
 
-def _fork_rank(rank: int, size: int, port: str, request: tuple[Any, ...]) -> tuple[BaseProcess, Connection]:
+_Children = Mapping[int, _Child]
+
+
+def _fork_rank(rank: int, size: int, port: str, request: tuple[Any, ...]) -> _Child:
     context = multiprocessing.get_context("fork")
     parent_end, child_end = context.Pipe(duplex=False)
-    child = context.Process(target=_run_rank, args=(rank, size, port, child_end, request))
-    child.start()
+    stacks = tempfile.TemporaryFile()  # noqa: SIM115  (closed when the attempt has ended)
+    process = context.Process(target=_run_rank, args=(rank, size, port, child_end, stacks, request))
+    process.start()
     child_end.close()
-    return child, parent_end
+    return _Child(process, parent_end, stacks)
 
 
-def _run_rank(rank: int, size: int, port: str, reports: Connection, request: tuple[Any, ...]) -> None:
+def _run_rank(
+    rank: int, size: int, port: str, reports: Connection, stacks: IO[bytes], request: tuple[Any, ...]
+) -> None:
     """Runs in a forked rank."""
     import torch
 
+    faulthandler.register(signal.SIGUSR1, file=stacks)
     # After the fork, not before: a forked process has none of the threads of its pool. The first user creates them
     # again, and two concurrent first users abort.
     torch.set_num_threads(1)
@@ -230,18 +254,20 @@ def _run_rank(rank: int, size: int, port: str, reports: Connection, request: tup
 
 def _watch(children: _Children, kill_point: KillPoint | None) -> tuple[dict[int, _Report | None], str]:
     """Receive every rank's report, None from a killed rank; then kill the other ranks after the grace period."""
-    pending = {results: rank for rank, (_, results) in children.items()}
+    pending = {child.results: rank for rank, child in children.items()}
     reports: dict[int, _Report | None] = {}
     problem = ""
     until_s = time.monotonic() + ATTEMPT_TIMEOUT_S
     if isinstance(kill_point, KillAtTime) and not wait(list(pending), timeout=kill_point.after_s):
-        children[kill_point.rank][0].kill()
+        children[kill_point.rank].process.kill()
     while pending:
         ready = wait(list(pending), timeout=max(0.0, until_s - time.monotonic()))
         if not ready:
-            problem = problem or ("" if None in reports.values() else f"no end in {ATTEMPT_TIMEOUT_S:.0f} s")
+            if None not in reports.values():
+                stacks = [f"rank {rank}:\n{children[rank].read_stacks()}" for rank in pending.values()]
+                problem = problem or "\n".join([f"no end in {ATTEMPT_TIMEOUT_S:.0f} s", *stacks])
             for rank in pending.values():
-                children[rank][0].kill()
+                children[rank].process.kill()
             until_s = time.monotonic() + ATTEMPT_TIMEOUT_S
         for results in ready:
             rank = pending.pop(results)  # type: ignore[call-overload]

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.data.corpus.token_files import IndexedWriter
 from tests.distributed import cases
 from tests.distributed.pool import Pool
 
@@ -47,6 +48,28 @@ def test_an_added_shard_is_rejected_before_training_and_changes_nothing(ranks: P
     assert "run.resume=changed" in second.problem
     assert "\n" not in second.problem
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_an_eod_token_trains_bit_identically_to_an_index(ranks: Pool, tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    documents = [np.append(draw.integers(8, 250, size=draw.integers(0, 60)), 7) for _ in range(200)]
+    with IndexedWriter(tmp_path / "indexed", np.dtype("uint16")) as writer:
+        for document in documents:
+            writer.add(document)
+    np.concatenate(documents).astype(np.uint16).tofile(tmp_path / "flat.bin")
+
+    def train(name: str, *overrides: str) -> list[tuple[float, str]]:
+        steps = ("data=files", "train.num_steps=4", f"run.name={name}", *overrides)
+        (code, records), _ = ranks.run(2, cases.run, str(tmp_path), *steps)
+        assert code == 0
+        return [(record.loss, record.weight_digest) for record in records]
+
+    masked = "data.document_mask=true"
+    indexed = train("indexed-run", f"data.sources.main.paths=[{tmp_path}/indexed]", masked)
+    flat = f"data.sources.main.paths=[{tmp_path}/flat.bin]"
+    assert train("flat-run", flat, masked, "data.eod_token=7") == indexed
+    assert all(digest for _, digest in indexed)
+    assert train("plain-run", flat) != indexed
 
 
 def test_a_node_with_another_file_is_named_with_its_rank_and_host(ranks: Pool, tmp_path: Path) -> None:

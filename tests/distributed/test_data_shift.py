@@ -16,6 +16,7 @@ from harness.data.sources import open_data
 from harness.sentinel.policy.policy import replay_actions
 from tests.distributed import faulty_runs
 from tests.distributed.cases import tiny
+from tests.distributed.common_part import copy_common_part
 from tests.distributed.faulty_runs import Fault, RankResult
 from tests.distributed.pool import Pool
 
@@ -29,9 +30,13 @@ STEPS = (
     "checkpoint.ring.every_steps=4",
 )
 SHIFT = 70
+COMMON_STEPS = 60
 
 
 def run(ranks: Pool, directory: Path, name: str, fault: Fault | None, *overrides: str) -> RankResult:
+    """A run that continues a copy of the part before the fault."""
+    cfg = tiny(*STEPS, *overrides)
+    copy_common_part(ranks, directory.parent, cfg, COMMON_STEPS, RunDir(directory / name))
     results = ranks.run(2, faulty_runs.run, str(directory), fault, f"run.name={name}", *STEPS, *overrides)
     assert len({(result.code, result.state) for result in results}) == 1
     first: RankResult = results[0]
@@ -80,7 +85,7 @@ def test_new_data_is_accepted_and_a_control_with_the_final_ledger_has_the_same_w
 
 
 def test_the_same_rise_from_damaged_weights_is_rewound(ranks: Pool, tmp_path: Path) -> None:
-    victim = run(ranks, tmp_path, "victim", Fault("weights", 0, factor=30.0, iteration=SHIFT))
+    victim = run(ranks, tmp_path, "victim", Fault("weights", 0, factor=30.0, iteration=SHIFT - COMMON_STEPS))
     assert victim.code == 0
     kinds = action_kinds(victim.log)
     assert kinds[kinds.index(ActionKind.check) + 1] is ActionKind.rewind

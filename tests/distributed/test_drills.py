@@ -1,13 +1,18 @@
-"""Every numeric and data scenario of `conf/drill` on two real ranks: injected, detected, handled and scored."""
+"""Every numeric and data scenario of `conf/drill` on two real ranks: injected, detected, handled and scored.
+
+A victim and its twin are equal until the fault. That part is trained once for all scenarios with the same config,
+stopped, copied, and continued with and without the fault.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from harness.config.errors import EXIT_DONE
 from harness.config.schema import Config
 from harness.core.rundir import RunDir
 from harness.drills import directories, scenario
@@ -15,19 +20,20 @@ from harness.drills.drill_record import DrillRecord
 from harness.drills.score import BoundStatus, Card, score_run
 from tests.analysis.postmortem.causes import INJECTED, blamed
 from tests.distributed import drill_cases
+from tests.distributed.common_part import copy_common_part
 from tests.distributed.pool import Pool
 
-RARE_CHECKPOINTS = "checkpoint.every_steps=50"
-"""Checkpoints are off: writing them costs more than the steps."""
-MORE_CHECKPOINTS = {"optimizer_reset": ["checkpoint.every_steps=25"]}
-"""The one scenario that rolls back to a checkpoint."""
 RUN_OVERRIDES = (
-    RARE_CHECKPOINTS,
+    "checkpoint.every_steps=50",  # one that ends the common part is enough, and writing costs more than a step
     "parallel.device=cpu",
+    "model.num_layers=2",
+    "train.sequence_length=96",
     "telemetry=plain",
     "telemetry.picture=false",
     "telemetry.postmortem=false",
 )
+MARGIN = 8
+"""Fewest steps between the common part and the fault: for two snapshots, and for the checkpoint to become good."""
 SCENARIOS = (
     "nan_loss",
     "nan_grad",
@@ -64,26 +70,32 @@ def cached_config(overrides: tuple[str, ...]) -> Config:
     return directories.configure(overrides, ())
 
 
-def twin_of(ranks: Pool, runs: Path, overrides: Sequence[str]) -> str:
-    """The name of the clean twin, one for all scenarios with the same training config."""
-    clean_run = RunDir(runs / f"twin-{abs(hash(tuple(overrides)))}")
-    if not clean_run.path.exists():
-        directories.create_directory(cached_config(tuple(overrides)), clean_run)
-        assert ranks.run(2, drill_cases.run, str(clean_run.path)) == [0, 0]
-    return clean_run.path.name
-
-
 def run_drill(ranks: Pool, runs: Path, name: str) -> Card:
     """The score card of a scenario, from the two run directories."""
     drill = scenario.load_scenario(name)
+    # two starts, and the time between them means nothing
+    drill = replace(drill, expected=replace(drill.expected, starts=2), bounds=replace(drill.bounds, seconds=None))
+    overrides = (*drill.train, *RUN_OVERRIDES)
+    num_common = (drill.fault.at - MARGIN) // 5 * 5
+    twin = RunDir(runs / f"twin-{abs(hash(overrides))}-{num_common}")
+    if not twin.path.exists():
+        assert continue_common_part(ranks, cached_config(overrides), num_common, twin, None) == [EXIT_DONE] * 2
     victim = RunDir(runs / f"drill-{name}")
-    overrides = [*drill.train, *RUN_OVERRIDES]
-    twin = twin_of(ranks, runs, overrides)
-    directories.create_directory(cached_config((*overrides, *MORE_CHECKPOINTS.get(name, ()))), victim)
-    DrillRecord(name=name, scenario=drill, plan=drill.plan, twin=twin).write(victim)
-    codes = ranks.run(2, drill_cases.run, str(victim.path))
-    assert codes == 2 * [drill.expected.exit_code]
+    record = DrillRecord(name=name, scenario=drill, plan=drill.plan, twin=twin.path.name)
+    codes = continue_common_part(ranks, cached_config(overrides), num_common, victim, record)
+    assert codes == [drill.expected.exit_code] * 2
     return score_run(victim)
+
+
+def continue_common_part(
+    ranks: Pool, cfg: Config, num_common: int, run: RunDir, record: DrillRecord | None
+) -> list[int]:
+    """Continue a copy of the common part to its end, as a drill or as a twin; returns the exit codes."""
+    copy_common_part(ranks, run.path.parent, cfg, num_common, run)
+    directories.write_config(cfg, run)
+    if record is not None:
+        record.write(run)
+    return ranks.run(2, drill_cases.run, str(run.path))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from harness.distributed.collectives import all_reduce_sum, broadcast, gather_results
 from harness.distributed.world import connect
@@ -39,11 +40,20 @@ def num_sockets() -> int:
     return sum(path.is_socket() for path in Path("/proc/self/fd").iterdir())
 
 
+def wait_for_all(size: int) -> None:
+    """A barrier over the store, which needs no further socket: no peer connects to a rank that has not counted yet."""
+    store = dist.distributed_c10d._get_default_store()
+    store.add("counted", 1)
+    while store.add("counted", 0) < size:
+        time.sleep(0.01)
+
+
 def opened_sockets() -> tuple[int, int]:
     """Number of sockets of this rank after connecting, and after the collectives of a step and a save."""
     before = num_sockets()
     world = connect(cases.tiny().parallel)
     idle = num_sockets()
+    wait_for_all(world.size)
     all_reduce_sum(torch.ones(1000))
     broadcast(world.rank)
     gather_results(lambda: world.rank)

@@ -24,6 +24,7 @@ from harness.control.commands import (
     Order,
     Pause,
     Precision,
+    Profile,
     Rate,
     Resume,
     Reweight,
@@ -422,11 +423,16 @@ def test_checkpoint_pause_and_rejected_commands_change_nothing(
     ranks: Pool, control: FinishedRun, tmp_path: Path
 ) -> None:
     early, unknown = Rollback(to_step=2), ExcludeSource(source="web")
-    orders: Orders = {3: [early, unknown], 17: [SaveCheckpoint()], 22: [Pause()]}
+    profile, no_rank = Profile(num_steps=2, ranks=(1,)), Profile(num_steps=2, ranks=(0, 7))
+    orders: Orders = {3: [early, unknown], 10: [no_rank, profile], 17: [SaveCheckpoint()], 22: [Pause()]}
     finished = run_with_orders(ranks, tmp_path, "victim", orders, when_paused=resume)
-    no_target, no_source, saved, paused, resumed = check_answers(
-        finished, early, unknown, SaveCheckpoint(), Pause(), Resume()
+    no_target, no_source, no_such_rank, profiled, saved, paused, resumed = check_answers(
+        finished, early, unknown, no_rank, profile, SaveCheckpoint(), Pause(), Resume()
     )
+    assert "no rank 7; the run has ranks 0 to 1" in no_such_rank.changes[REFUSED]
+    folder = finished.run.profiles / f"iteration-{10 + LAG + 1:08d}"
+    assert profiled.changes["folder"] == str(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["rank-1.kernels.txt", "rank-1.trace.json.gz"]
     assert "no checkpoint at or before step 2" in no_target.changes[REFUSED]
     assert "no source 'web'" in no_source.changes[REFUSED]
     assert not [event for event in (saved, paused, resumed) if REFUSED in event.changes]

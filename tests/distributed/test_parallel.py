@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from harness.core import events
 from harness.core.events import RunEnded
@@ -22,6 +23,12 @@ def test_every_world_size_starts_with_the_same_bits(ranks: Pool) -> None:
     assert ranks.run(4, cases.initial_weights_digest, "parallel=hsdp") == [single] * 4
     assert ranks.run(3, cases.initial_weights_digest) == [single] * 3, "uneven shards"
     assert ranks.run(1, cases.initial_weights_digest, "run.seed=1") != [single]
+
+
+@pytest.fixture(scope="module")
+def gradients_of_one_rank() -> dict[tuple[str, ...], dict[str, Tensor]]:
+    """By the overrides of the model; filled by the tests."""
+    return {}
 
 
 @pytest.mark.full
@@ -40,14 +47,24 @@ def test_every_world_size_starts_with_the_same_bits(ranks: Pool) -> None:
         (2, ("parallel.activation_checkpointing=selective",)),
         (2, ("model.tied_head=true",)),
         (2, ("model.loss_chunk_tokens=10",)),
+        (2, ("model.norm=layer", "model.norm_placement=post")),
+        (2, ("model.norm=layer", "model.norm_placement=post", "parallel.activation_checkpointing=full")),
+        (2, ("model.norm=layer", "model.norm_placement=post", "parallel.activation_checkpointing=selective")),
         (3, ()),
         (3, ("train.micro_batch_size=2",)),
         (3, ("train.micro_batch_size=1", "parallel.replicate=3")),
     ],
 )
-def test_gradients_equal_those_of_one_rank(ranks: Pool, size: int, overrides: tuple[str, ...]) -> None:
-    model = [override for override in overrides if override == "model.tied_head=true"]
-    expected = ranks.run(1, cases.full_gradients, *model)[0]
+def test_gradients_equal_those_of_one_rank(
+    ranks: Pool,
+    gradients_of_one_rank: dict[tuple[str, ...], dict[str, Tensor]],
+    size: int,
+    overrides: tuple[str, ...],
+) -> None:
+    model = tuple(override for override in overrides if override.startswith(("model.tied", "model.norm")))
+    if model not in gradients_of_one_rank:
+        gradients_of_one_rank[model] = ranks.run(1, cases.full_gradients, *model)[0]
+    expected = gradients_of_one_rank[model]
     for gradients in ranks.run(size, cases.full_gradients, *overrides):
         assert gradients.keys() == expected.keys()
         for name, gradient in gradients.items():

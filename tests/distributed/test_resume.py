@@ -15,7 +15,7 @@ from tests.distributed import cases
 from tests.distributed.pool import Pool
 from tests.forks import Launched
 
-STEPS = ("train.num_steps=70", "model.num_layers=1", "checkpoint.every_steps=10", "optim.warmup_steps=5")
+STEPS = ("train.num_steps=45", "model.num_layers=1", "checkpoint.every_steps=10", "optim.warmup_steps=5")
 StepResults = dict[int, tuple[float, float, float, int]]
 
 

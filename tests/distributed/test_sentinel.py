@@ -18,6 +18,7 @@ from harness.core.rundir import RunDir
 from harness.sentinel.policy.policy import replay_actions
 from tests.distributed import cases, faulty_runs
 from tests.distributed.cases import tiny
+from tests.distributed.common_part import copy_common_part
 from tests.distributed.faulty_runs import FAULTY_LAYER, Fault, RankResult
 from tests.distributed.pool import Pool
 
@@ -34,6 +35,10 @@ STEPS = (
 
 RARE_CHECKPOINTS = "checkpoint.every_steps=20"
 """For runs that never roll back to a checkpoint: writing them costs more than the steps."""
+
+
+COMMON_STEPS = 28
+"""Runs that differ only later continue a copy of this part."""
 
 
 def run(ranks: Pool, directory: Path, name: str, fault: Fault | None, *overrides: str, size: int = 2) -> RankResult:
@@ -70,15 +75,27 @@ TWINS: dict[tuple[Any, ...], RankResult] = {}
 """Cached control runs, by config and excluded batches."""
 
 
-def check_twin(ranks: Pool, directory: Path, victim: RankResult, *overrides: str, size: int = 2) -> RankResult:
-    """A control run that excluded the same batches from the start ends bit-identical, without an incident.
+def run_from_common_steps(
+    ranks: Pool, directory: Path, name: str, fault: Fault | None, *overrides: str, size: int = 2
+) -> RankResult:
+    """The same, but the common part is not trained again."""
+    cfg = tiny(*STEPS, *overrides)
+    copy_common_part(ranks, directory.parent, cfg, COMMON_STEPS, RunDir(directory / name), size=size)
+    return run(ranks, directory, name, fault, *overrides, size=size)
 
-    It never rolls back, and is saved rarely."""
+
+def check_twin(
+    ranks: Pool, directory: Path, victim: RankResult, *overrides: str, size: int = 2, whole: bool = False
+) -> RankResult:
+    """A control run that excluded the same batches ends bit-identical, without an incident.
+
+    If `whole`, from its first step, and saved rarely: it never rolls back."""
     entries = [json.loads(line) for line in (directory / "victim" / "ledger.jsonl").read_text().splitlines()]
     twin_key = (size, overrides, *((entry["first"], entry["last"]) for entry in entries))
     if twin_key not in TWINS:
         faulty_runs.copy_ledger(directory / "victim", directory / "twin")
-        TWINS[twin_key] = run(ranks, directory, "twin", None, *overrides, RARE_CHECKPOINTS, size=size)
+        train_twin = run if whole else run_from_common_steps
+        TWINS[twin_key] = train_twin(ranks, directory, "twin", None, *overrides, size=size)
     twin = TWINS[twin_key]
     assert twin.code == victim.code == 0
     assert twin.state == victim.state
@@ -90,15 +107,17 @@ def check_twin(ranks: Pool, directory: Path, victim: RankResult, *overrides: str
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("factor", "size"),
-    [(math.nan, 2), (math.inf, 2), (1e6, 2), (1e6, 4)],
-    ids=["nan", "inf", "large", "large on 4 ranks"],
+    [(math.nan, 2), (1e6, 4)],
+    ids=["nan", "large on 4 ranks"],
 )
 def test_a_bad_gradient_of_one_rank_is_refused_attributed_and_excluded(
     ranks: Pool, tmp_path: Path, factor: float, size: int
 ) -> None:
     faulty_rank = size - 1
     fault = Fault("gradient", faulty_rank, factor=factor, batch=40)
-    victim = run(ranks, tmp_path, "victim", fault, RARE_CHECKPOINTS, size=size)
+    is_whole = size == 2
+    train_victim = run if is_whole else run_from_common_steps
+    victim = train_victim(ranks, tmp_path, "victim", fault, RARE_CHECKPOINTS, size=size)
     (record,) = refused(victim.log)
     assert record.cursor == 40
     other_actions = [kind for kind in actions(victim.log) if kind is not ActionKind.watch]
@@ -110,13 +129,14 @@ def test_a_bad_gradient_of_one_rank_is_refused_attributed_and_excluded(
     (finding,) = [each for each in events_of(Finding, victim.log) if each.kind is kind]
     assert (finding.ranks, finding.groups, finding.cursors) == ([faulty_rank], [group], [40])
     check_replay(victim.log)
-    check_twin(ranks, tmp_path, victim, RARE_CHECKPOINTS, size=size)
+    check_twin(ranks, tmp_path, victim, RARE_CHECKPOINTS, size=size, whole=is_whole)
 
 
 @pytest.mark.full
 def test_damaged_weights_are_rewound(ranks: Pool, tmp_path: Path) -> None:
     """A bad update was applied: the following updates are refused, and the state before it is restored."""
-    victim = run(ranks, tmp_path, "victim", Fault("weights", 1, factor=30.0, iteration=40))
+    fault = Fault("weights", 1, factor=30.0, iteration=40 - COMMON_STEPS)
+    victim = run_from_common_steps(ranks, tmp_path, "victim", fault)
     assert ActionKind.rewind in actions(victim.log)
     assert ActionKind.rollback not in actions(victim.log)
     (outcome,) = [each for each in events_of(Outcome, victim.log) if each.kind is ActionKind.rewind]
@@ -130,7 +150,8 @@ def test_damaged_weights_are_rewound(ranks: Pool, tmp_path: Path) -> None:
 @pytest.mark.full
 def test_without_snapshots_a_good_checkpoint_is_restored(ranks: Pool, tmp_path: Path) -> None:
     overrides = ("checkpoint.ring.slots=0",)
-    victim = run(ranks, tmp_path, "victim", Fault("weights", 0, factor=30.0, iteration=40), *overrides)
+    fault = Fault("weights", 0, factor=30.0, iteration=40 - COMMON_STEPS)
+    victim = run_from_common_steps(ranks, tmp_path, "victim", fault, *overrides)
     assert [kind for kind in actions(victim.log) if kind in (ActionKind.rewind, ActionKind.rollback)] == [
         ActionKind.rewind,
         ActionKind.rollback,
@@ -148,12 +169,16 @@ def test_without_snapshots_a_good_checkpoint_is_restored(ranks: Pool, tmp_path: 
 @pytest.mark.full
 def test_a_nan_weight_is_restored(ranks: Pool, tmp_path: Path) -> None:
     """OLMo-core and levanter multiply by zero, and NaN times zero is NaN."""
-    victim = run(ranks, tmp_path, "victim", Fault("weights", 1, factor=math.nan, iteration=33))
+    fault = Fault("weights", 1, factor=math.nan, iteration=40 - COMMON_STEPS)
+    victim = run_from_common_steps(ranks, tmp_path, "victim", fault)
     assert victim.code == 0
     restored = [
         each for each in events_of(Outcome, victim.log) if each.kind in (ActionKind.rewind, ActionKind.rollback)
     ]
     assert restored[-1].succeeded
+    last = events_of(StepRecord, victim.log[: victim.log.index(restored[-1])])[-1]
+    assert last.refused
+    assert restored[-1].steps_lost == last.step - restored[-1].step, "a rejected update in flight was not applied"
     check_replay(victim.log)
     check_twin(ranks, tmp_path, victim)
 

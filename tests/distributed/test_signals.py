@@ -49,21 +49,27 @@ def step(parts: Parts, cfg: Config, index: int, *, probe: bool = True) -> StepRe
     )
 
 
-def records_with_bad_gradient(module: str, value: float, faulty_rank: int, *overrides: str) -> list[StepRecord]:
-    """A clean step, a step in which a rank's gradient is corrupted in a module's backward pass, and a clean step."""
+BAD_GRADIENTS = (("embedding", math.nan, {"embedding"}), ("blocks.0.mlp", math.inf, {"embedding", "blocks.0"}))
+"""A module whose output gradient is multiplied by a value, and the layers whose gradients are then not finite."""
+
+
+def records_with_bad_gradients(faulty_rank: int, *overrides: str) -> list[StepRecord]:
+    """A clean step before, between and after steps in which a rank's gradient is corrupted in a backward pass."""
     parts, cfg = build_parts(*overrides)
-
-    def corrupt(_module: Any, _inputs: Any, output: Tensor) -> None:
-        output.register_hook(lambda gradient: gradient * value)  # type: ignore[no-untyped-call]
-
     records = [step(parts, cfg, 0)]
-    handle = None
-    if parts.world.rank == faulty_rank:
-        handle = parts.model.get_submodule(module).register_forward_hook(corrupt)
-    records.append(step(parts, cfg, 1))
-    if handle is not None:
-        handle.remove()
-    return [*records, step(parts, cfg, 2)]
+    for module, value, _ in BAD_GRADIENTS:
+
+        def corrupt(_module: Any, _inputs: Any, output: Tensor, value: float = value) -> None:
+            output.register_hook(lambda gradient: gradient * value)  # type: ignore[no-untyped-call]
+
+        handle = None
+        if parts.world.rank == faulty_rank:
+            handle = parts.model.get_submodule(module).register_forward_hook(corrupt)
+        records.append(step(parts, cfg, len(records)))
+        if handle is not None:
+            handle.remove()
+        records.append(step(parts, cfg, len(records)))
+    return records
 
 
 @pytest.mark.full
@@ -77,22 +83,19 @@ def records_with_bad_gradient(module: str, value: float, faulty_rank: int, *over
         (2, ("parallel.replicate=2", "train.micro_batch_size=2")),
     ],
 )
-@pytest.mark.parametrize(
-    ("module", "value", "groups"),
-    [("embedding", math.nan, {"embedding"}), ("blocks.0.mlp", math.inf, {"embedding", "blocks.0"})],
-)
 def test_a_bad_gradient_is_attributed_to_its_rank_and_layers(
-    ranks: Pool, size: int, overrides: tuple[str, ...], module: str, value: float, groups: set[str]
+    ranks: Pool, size: int, overrides: tuple[str, ...]
 ) -> None:
     faulty_rank = size // 2
-    outcomes = ranks.run(size, records_with_bad_gradient, module, value, faulty_rank, *overrides)
-    for before, bad, after in outcomes:
-        assert bad.refused
-        assert math.isfinite(bad.loss)
-        assert bad.nonfinite_ranks == [faulty_rank]
-        assert {name for name, norm in bad.group_grad_norms.items() if not math.isfinite(norm)} == groups
-        assert set(bad.group_grad_norms) == set(GROUPS)
-        for clean in (before, after):
+    outcomes = ranks.run(size, records_with_bad_gradients, faulty_rank, *overrides)
+    for records in outcomes:
+        for bad, (_, _, groups) in zip(records[1::2], BAD_GRADIENTS, strict=True):
+            assert bad.refused
+            assert math.isfinite(bad.loss)
+            assert bad.nonfinite_ranks == [faulty_rank]
+            assert {name for name, norm in bad.group_grad_norms.items() if not math.isfinite(norm)} == groups
+            assert set(bad.group_grad_norms) == set(GROUPS)
+        for clean in records[::2]:
             assert not clean.refused
             assert clean.nonfinite_ranks == []
     as_json = [[to_json(record) for record in records] for records in outcomes]

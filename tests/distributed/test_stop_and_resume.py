@@ -19,6 +19,7 @@ from harness import train
 from harness.core import events
 from harness.core.events import Event, Intervention, RunEnded, RunStarted, StepRecord
 from harness.core.rundir import RunDir, user_name
+from harness.telemetry import system_sampler
 from tests.distributed import cases
 from tests.distributed.pool import Pool
 from tests.forks import Launched
@@ -176,6 +177,14 @@ def test_the_operator_is_logged(stopped: dict[str, Stopped]) -> None:
     assert list(events.read(run.interventions)) == [intervention]
     for method in ("signal", "file"):
         assert not [event for event in stopped[method].log if isinstance(event, Intervention)]
+
+
+def test_the_first_rank_of_a_machine_samples_it(stopped: dict[str, Stopped]) -> None:
+    run, log = stopped["signal"].run, stopped["signal"].log
+    assert [path.name for path in run.system.iterdir()] == ["rank-00000.jsonl"]
+    first, *_, last = system_sampler.read(system_sampler.system_file(run, 0))
+    assert first.iteration == 0 < last.iteration
+    assert all(event.loader_wait_s for event in log if isinstance(event, StepRecord))
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness.distributed.shards import local
 from harness.distributed.torch_private.attention_ops import ATTENTION_OPS
 from harness.distributed.torch_private.compiled_call import discard_compiled_call
+from harness.distributed.torch_private.flight_recorder import recorded_collectives
 from harness.distributed.torch_private.foreach import foreach_add_, foreach_copy_, foreach_norm
 from harness.distributed.torch_private.fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from harness.distributed.torch_private.fsdp_param import cast_on_copy, fsdp_params
@@ -218,6 +219,11 @@ def test_storage_info() -> None:
         "torch.distributed.checkpoint.filesystem",
         "_StorageInfo",
     )
+
+
+def test_flight_recorder() -> None:
+    """The fields that `launch.local.hang_report` reads are checked there, on two ranks that hang."""
+    assert "version" in recorded_collectives()
 
 
 def test_unsafe_view() -> None:

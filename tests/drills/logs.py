@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from harness.core.events import (
@@ -13,6 +14,7 @@ from harness.core.events import (
     Finding,
     FindingKind,
     RunEnded,
+    RunRestarted,
     RunStarted,
     StepRecord,
 )
@@ -81,16 +83,17 @@ def clean() -> DrillEvidence:
 
 
 def killed_and_resumed() -> DrillEvidence:
-    """Rank 1 is killed in iteration 12; the run resumes from step 8."""
-    events = [started(), *steps(1, 11), started(11, 8, time=30.0), *steps(12, 23, behind=3)]
+    """Rank 1 is killed in iteration 12, half a second after the last step; the launcher restarts it from step 8."""
+    killed = RunRestarted(time=22.75, iteration=11, step=11, number=1, reason="rank 1 on a was killed by SIGKILL")
+    events = [started(), *steps(1, 11), killed, started(11, 8, time=23.5), *steps(12, 23, behind=3)]
     last = events[-1]
     assert isinstance(last, StepRecord)
     last.loss, last.cursor = step(NUM_STEPS).loss, NUM_STEPS - 1
     said = ["harness: rank 1 was killed by SIGKILL; its log: x"]
     return DrillEvidence(
         events=[*events, held_out(4.0, 23), ended(23)],
-        faults=[strike(12)],
-        starts=[Start(exit_code=1, said=said, seconds=9.0), Start(exit_code=0, seconds=9.0)],
+        faults=[replace(strike(12), time=22.5)],
+        starts=[Start(exit_code=0, said=said, seconds=18.0)],
         batch_tokens=100,
     )
 

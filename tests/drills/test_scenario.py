@@ -77,3 +77,14 @@ def test_an_unknown_scenario_is_one_line() -> None:
         ConfigError, match=r"^drill: no scenario 'kil_rank'; choose one of .*, or all; did you mean kill_rank\?$"
     ):
         scenario.load_scenario("kil_rank")
+
+
+def test_expectations_in_words() -> None:
+    killed, broken, planned = (scenario.load_scenario(name) for name in ("kill_rank", "nan_grad", "data_shift_planned"))
+    assert killed.expected.describe() == "no finding, the rank is named, no action, 2 starts"
+    assert killed.bounds.describe() == (
+        "at most 20 steps lost, at most 180 s to recover, last losses equal to those of a run without the fault"
+    )
+    assert broken.expected.describe().startswith("finding nonfinite, the rank is named, ")
+    assert planned.expected.describe() == "no finding, action accept"
+    assert "at most 0 batches excluded" in planned.bounds.describe()

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.core.events import ActionKind, CheckpointJudged, Event, FindingKind, StepRecord
+from harness.core.events import ActionKind, CheckpointJudged, Event, FindingKind, RunRestarted, StepRecord
 from harness.drills.drill_record import DrillEvidence
 from harness.drills.scenario import Bounds, Expected
-from harness.drills.score import BoundStatus, Card, check_bounds, detect, format_value, is_right, score
+from harness.drills.score import RESTART_TIMES, BoundStatus, Card, check_bounds, detect, format_value, is_right, score
 from tests.drills import logs
 
 SKIP, REWIND, HALT = ActionKind.skip, ActionKind.rewind, ActionKind.halt
@@ -90,10 +90,35 @@ def test_a_killed_run_is_scored_by_its_launcher_output() -> None:
     assert score(wrong, victim, logs.clean()).right_rank is False
 
 
+def test_times_of_a_restart_inside_the_job() -> None:
+    """Strikes at 21 and 61 s; the second restart is slower in everything but the notice."""
+    events: list[Event] = [logs.started()]
+    for number, (noticed, resumed, update) in enumerate([(24.0, 26.0, 27.0), (62.0, 65.0, 70.0)], start=1):
+        events += [
+            RunRestarted(time=noticed, iteration=0, step=0, number=number, reason="killed"),
+            logs.started(time=resumed),
+            logs.step(number, time=update),
+            logs.step(number, time=update + 1),
+        ]
+    strikes = [logs.strike(10), logs.strike(30)]
+    strikes[0].time, strikes[1].time = 21.0, 61.0
+    scenario = logs.scenario()
+    measured = score(scenario, DrillEvidence(events=events, faults=strikes), None)
+    assert (measured.notice_s, measured.restart_s, measured.first_update_s) == (3.0, 3.0, 9.0)
+    rows = {bound.name: bound.measured for bound in check_bounds(scenario, measured)}
+    assert [rows[name] for name in RESTART_TIMES] == [3.0, 3.0, 9.0]
+    by_runner = [event for event in events if not isinstance(event, RunRestarted)]
+    measured = score(scenario, DrillEvidence(events=by_runner, faults=strikes), None)
+    assert (measured.notice_s, measured.restart_s, measured.first_update_s) == (None, None, 9.0)
+    assert not set(RESTART_TIMES) & {
+        bound.name for bound in check_bounds(scenario, score(scenario, logs.clean(), None))
+    }
+
+
 def test_events_before_a_start_do_not_shorten_the_recovery_time() -> None:
     victim = logs.killed_and_resumed()
-    judged = CheckpointJudged(time=29.9, iteration=11, directory="step-10", health="damaged", reason="hash")
-    place = next(place for place, event in enumerate(victim.events) if event.time == 30.0)
+    judged = CheckpointJudged(time=23.4, iteration=11, directory="step-10", health="damaged", reason="hash")
+    place = next(place for place, event in enumerate(victim.events) if event.time == 23.5)
     victim.events.insert(place, judged)
     assert score(logs.scenario(), victim, logs.clean()).seconds == 2.0
 

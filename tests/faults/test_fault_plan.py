@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,7 +18,7 @@ from harness.core.events import FaultInjected, to_json
 from harness.core.rundir import RunDir, append_line
 from harness.faults.fault_plan import Fault, FaultKind, FaultPlan, read_plan
 from harness.faults.gradient import flip
-from harness.faults.site import Site, earlier_strikes, intercept
+from harness.faults.site import Site, begin_time, earlier_strikes, intercept
 
 FAULT = Fault(kind=FaultKind.nan_grad, at=7, duration=2, rank=-1, layer="blocks.1")
 
@@ -29,6 +30,21 @@ def test_a_fault_strikes_its_iterations_and_ranks() -> None:
     assert all(everywhere.strikes_rank(rank, 4) for rank in range(4))
     with pytest.raises(ConfigError, match=r"drill\.fault\.rank: must be a rank of 2, from -2 to 1, got 5"):
         Fault(kind=FaultKind.nan_grad, at=1, rank=5).rank_of(2)
+
+
+def test_a_fault_planned_by_the_clock_strikes_once_or_for_some_seconds() -> None:
+    killed = Fault(kind=FaultKind.kill_rank, at=0, at_s=5.0)
+    assert [time_s for time_s in range(9) if killed.strikes_after(time_s, lasted_s=None)] == [5, 6, 7, 8]
+    assert not killed.strikes_after(6.0, lasted_s=0.5)
+    full = Fault(kind=FaultKind.full_disk, at=0, at_s=5.0, duration_s=2.0)
+    assert not full.strikes_after(4.0, lasted_s=None)
+    assert full.strikes_after(60.0, lasted_s=None), "its time came while the run started"
+    assert full.strikes_after(61.9, lasted_s=1.9)
+    assert not full.strikes_after(62.0, lasted_s=2.0)
+    with pytest.raises(
+        ConfigError, match=r"drill\.fault\.at_s: must be null, or 0 or more with a fault of hung_rank, "
+    ):
+        Fault(kind=FaultKind.nan_grad, at=0, at_s=5.0)
 
 
 def test_random_choices_are_a_function_of_seed_moment_and_rank() -> None:
@@ -43,6 +59,8 @@ def test_a_plan_survives_a_round_trip(tmp_path: Path) -> None:
     plan = FaultPlan(seed=3, faults=[FAULT])
     run.drill.write_text(json.dumps({"plan": plan.as_dict()}))
     assert read_plan(run) == plan
+    run.drill.write_text(json.dumps({"plan": {"seed": 3, "faults": [{"kind": "nan_grad", "at": 7}]}}))
+    assert read_plan(run) == FaultPlan(seed=3, faults=[Fault(kind=FaultKind.nan_grad, at=7)]), "of an older version"
     for text in ("{}", "nonsense", '{"plan": {"seed": 0, "faults": [{"kind": "earthquake", "at": 1}]}}'):
         run.drill.write_text(text)
         with pytest.raises(ConfigError, match=r"drill\.json: holds no valid fault plan"):
@@ -69,6 +87,27 @@ def test_an_iteration_is_struck_once_across_restarts(tmp_path: Path) -> None:
     assert earlier_strikes(first, 1, data) == frozenset(), "a bad batch is bad whenever it is read"
     site = Site(run=second, fault=fault, number=1, seed=0, struck=earlier_strikes(second, 1, fault))
     assert [iteration for iteration in range(12) if site.strikes(iteration)] == [8]
+
+
+def test_a_fault_planned_by_the_clock_strikes_the_next_iteration_once(tmp_path: Path) -> None:
+    fault = Fault(kind=FaultKind.tracking_down, at=0, at_s=100.0, rank=0)
+    run = run_of(tmp_path, 0, iteration=4)
+
+    def site(begun: float) -> Site:
+        return Site(run=run, fault=fault, number=0, seed=0, struck=earlier_strikes(run, 0, fault), begun=begun)
+
+    now = begin_time(run)
+    assert now == pytest.approx(time.time(), abs=60), "nothing is logged yet"
+    assert not site(now).strikes(5), "it is too early"
+    late = site(now - 101.0)
+    assert late.strikes(5)
+    late.log_strike("now")
+    assert not late.strikes(6), "once in this start"
+    assert not site(now - 101.0).strikes(6), "and in all later ones"
+    append_line(
+        run.directory.events, to_json(FaultInjected(time=5.0, iteration=0, number=0, kind="", rank=0, message=""))
+    )
+    assert begin_time(run) == 5.0, "of the first event, not of this start"
 
 
 def test_a_strike_is_logged_at_the_current_iteration_by_default(tmp_path: Path) -> None:

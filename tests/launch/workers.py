@@ -20,6 +20,8 @@ from tests import composed
 
 PATIENCE_S = 60.0
 LISTENING = "0A"
+RESTARTED = ("raise_always", "die_once", "halt_later", "die_while_stopping")
+"""Workers whose launcher may restart them; the other tests are about one start."""
 
 
 def rank() -> int:
@@ -106,6 +108,62 @@ def hang(cfg: Config) -> int:
     return 0
 
 
+def count_starts(cfg: Config) -> int:
+    """How often this rank was started, including this time."""
+    starts = locate(cfg).path / f"starts-{rank()}"
+    with starts.open("a") as file:
+        file.write(f"{os.getpid()} {os.environ['TORCHELASTIC_RESTART_COUNT']}\n")
+    return len(starts.read_text().splitlines())
+
+
+def raise_always(cfg: Config) -> int:
+    """Rank 1 raises the same error in every start, each with another message."""
+    num_starts = count_starts(cfg)
+    state = RunState(step=4 if rank() == 1 else 9)
+    with Heartbeat(locate(cfg), rank=rank(), world_size=2, num_steps=10) as heart:
+        heart.beat(state)
+        if rank() == 1:
+            raise ZeroDivisionError(f"in start {num_starts}")
+        time.sleep(PATIENCE_S)
+    return 0
+
+
+def die_once(cfg: Config) -> int:
+    """Rank 1 is killed in the first start; the process group works in the second."""
+    num_starts = count_starts(cfg)
+    if num_starts == 1:
+        if rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(PATIENCE_S)
+    connect(cfg.parallel)
+    disconnect()
+    return 0
+
+
+def halt_later(cfg: Config) -> int:
+    """Rank 1 is killed in the first start, and the second ends with a halt."""
+    num_starts = count_starts(cfg)
+    if num_starts == 1:
+        if rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(PATIENCE_S)
+    return 3
+
+
+def die_while_stopping(cfg: Config) -> int:
+    """Rank 1 is killed after a stop request."""
+    count_starts(cfg)
+    stop = StopRequest()
+    with signals_to(stop):
+        (locate(cfg).path / f"ready-{rank()}").touch()
+        while not stop:
+            time.sleep(0.05)
+        if rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(PATIENCE_S)
+    return 0
+
+
 def listening(cfg: Config) -> int:
     """Prints the addresses on which this process and the launcher listen, in the notation of /proc/net."""
     connect(cfg.parallel)
@@ -136,6 +194,7 @@ def main(args: Sequence[str]) -> int:
     name, runs = args
     cfg = config(Path(runs), name)
     cfg.launch.hang_after_s = 2.0 if name == "hang" else cfg.launch.hang_after_s
+    cfg.launch.max_restarts = 2 if name in RESTARTED else 0
     try:
         return local.launch(cfg, globals()[name])
     except ConfigError as error:

@@ -23,6 +23,7 @@ from harness.control.commands import (
     Order,
     Pause,
     Precision,
+    Profile,
     Rate,
     Resume,
     Reweight,
@@ -38,6 +39,7 @@ from harness.core.events import Action, ActionKind, CheckpointSaved, Event, Inte
 from harness.core.rundir import RunDir, append_line, user_name
 from harness.data.order.ledger import Ledger
 from launch.cli import ctl
+from launch.cli.main import main
 
 STARTED = RunStarted(time=1.0, iteration=0, world_size=2, num_steps=9, step=0)
 SAVED = CheckpointSaved(time=2.0, iteration=5, step=5, directory="step-00000005-gen-0", seconds=0.1)
@@ -48,7 +50,8 @@ SKIPPED = Action(
 REASON = ("--reason", "new nodes")
 THREE = "--batch N (one batch), --batches A..B (a range) or --next K (the next K)"
 TARGETS = "checkpoints: step 20 (tainted), step 10 (candidate)"
-LIST = "skip, unskip, rollback, lr, exclude, reweight, precision, checkpoint, pause, resume, stop, list, or --help"
+NAMES = "skip, unskip, rollback, lr, exclude, reweight, precision, checkpoint, profile, pause, resume, stop, list"
+LIST = f"{NAMES}, or --help"
 
 
 @pytest.fixture
@@ -126,6 +129,12 @@ def running_inbox(run: RunDir, handle: Callable[[Inbox, Command], None]) -> Iter
         (["exclude", "web"], ExcludeSource(source="web"), "exclude the source web"),
         (["precision", "bf16"], Precision(kind="bf16"), "compute in bf16"),
         (["checkpoint"], SaveCheckpoint(), "save a checkpoint"),
+        (["profile", "--steps", "5"], Profile(num_steps=5), "profile 5 steps"),
+        (
+            ["profile", "--steps", "1", "--ranks", "0, 3"],
+            Profile(num_steps=1, ranks=(0, 3)),
+            "profile a step on rank 0, 3",
+        ),
         (["pause"], Pause(), "pause"),
         (["resume"], Resume(), "resume"),
     ],
@@ -175,6 +184,8 @@ def test_every_command_is_sent_with_user_and_reason(
             ["rollback", "--to", "9"],
             f"rollback: RUN has no checkpoint at or before step 9 that is not tainted; {TARGETS}",
         ),
+        (["profile", "--steps", "101"], "profile: must be 1 to 100 steps, got 101"),
+        (["profile", "--ranks", "0-3"], "--ranks: must be ranks like 0,3, got '0-3'"),
         (["rollback"], "ctl RUN rollback: the following arguments are required: --to; see --help"),
         (["pause", "10"], "ctl RUN pause: unrecognized arguments: 10; see --help"),
     ],
@@ -202,6 +213,13 @@ def test_one_source_must_remain_after_pending_commands(run: RunDir, capsys: pyte
     assert ctl.main([str(run.path), "exclude", "books", *REASON]) == 2
     assert capsys.readouterr().err == "harness: exclude: without 'books' no source would have a weight above 0\n"
     assert pending_orders(run) == [ExcludeSource(source="web")]
+
+
+def test_a_profile_needs_no_reason(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    write_log(run, STARTED)
+    assert ctl.main([str(run.path), "profile"]) == 0
+    assert capsys.readouterr().out == f"asked {run.path} to profile 3 steps\n"
+    assert pending_orders(run) == [Profile(num_steps=3)]
 
 
 @pytest.mark.parametrize(
@@ -438,3 +456,28 @@ def test_a_user_without_a_name_is_recorded_by_uid(
     assert asked is not None
     assert asked.who == "user 12345"
     assert rundir.make_config_change_event({}, iteration=1).who == "user 12345"
+
+
+def test_a_listed_rollback_target_survives_the_next_prune(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """`rollback --dry-run` lists step 10; retention would delete it when step 30 is good."""
+    write_log(run, STARTED)
+    assert ctl.main([str(run.path), "rollback", "--to", "10", "--dry-run", *REASON]) == 0
+    run.config.write_text(run.config.read_text() + "checkpoint: {keep: 2}\n")
+    for step in (30, 40):
+        (run.checkpoints / catalog.name_of(step, 0)).mkdir()
+        catalog.mark(run.checkpoints / catalog.name_of(step, 0), Health.good, "clean")
+    assert main(["checkpoint", "prune", str(run.path), "--keep", "1"]) == 0
+    assert [each.step for each in catalog.list_checkpoints(run.checkpoints)] == [10, 40]
+    (run.checkpoints / catalog.HOLDS).unlink()
+    assert main(["checkpoint", "prune", str(run.path), "--keep", "1"]) == 0
+    assert [each.step for each in catalog.list_checkpoints(run.checkpoints)] == [40]
+    capsys.readouterr()
+
+
+def test_a_crashed_run_accepts_commands_for_its_next_start(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    crashed = RunEnded(time=3.0, iteration=5, step=5, exit_code=1, reason="rank 1 ran out of memory")
+    write_log(run, STARTED, crashed)
+    assert ctl.main([str(run.path), "pause", *REASON]) == 0
+    line = f"harness: {run.path} crashed at step 5: rank 1 ran out of memory; its next start runs this command\n"
+    assert capsys.readouterr().err == line
+    assert pending_orders(run) == [Pause()]

@@ -56,9 +56,32 @@ def test_the_index_links_existing_pages(run: Path, capsys: pytest.CaptureFixture
     assert (run / "dashboard.html").exists()
 
 
+def test_runs_are_compared_on_one_page(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = long_run(run.parent / "deep" / "second", 40)
+    assert main(["dashboard", str(run), str(other)]) == 0
+    page = run.parent / "compare.html"
+    assert capsys.readouterr().out == f"{page}\n"
+    text = page.read_text(encoding="utf-8")
+    assert "<h1>first and second</h1>" in text
+    assert '"path":"deep/second"' in text
+    assert main(["dashboard", str(run), str(other), "--output", str(run / "both.html")]) == 0
+    assert '"path":"../deep/second"' in (run / "both.html").read_text(encoding="utf-8")
+    long_run(run.parent / "third", 20)
+    assert main(["report", str(run.parent), "--build"]) == 0
+    index = (run.parent / "index.html").read_text(encoding="utf-8")
+    assert '<a href="compare.html">compare</a>' in index
+    assert '"path":"third"' in page.read_text(encoding="utf-8")
+    assert not (other.parent / "compare.html").exists()
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        (["dashboard", "{}/runs/first", "{}/runs/first", "--serve"], "--serve: serves one run, got 2"),
+        (
+            ["dashboard", "{}/runs/first", "{}/runs/../runs/first"],
+            "{}/runs/first: is given twice; compare it with another run",
+        ),
         (
             ["dashboard", "{}/nowhere"],
             "{}/nowhere: is not a run directory: it has neither events.jsonl nor config.yaml",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.core import events
-from harness.core.events import DrillScored, RunEnded
+from harness.core.events import DrillScored, EndCause, RunEnded, RunRestarted, StepRecord
 from harness.core.rundir import RunDir
 from harness.drills.scenario import names
 from launch.cli import drill
@@ -20,7 +19,14 @@ from launch.cli import drill
 ROOT = Path(__file__).parents[3]
 PATIENCE_S = 500
 """A drill starts torch several times, which takes long on a busy machine."""
-SMALL = ("train.num_steps=40", "parallel.device=cpu", "launch.nproc=2", "launch.threads=1")
+SMALL = (
+    "train.num_steps=40",
+    "train.sequence_length=64",
+    "model.num_layers=1",
+    "parallel.device=cpu",
+    "launch.nproc=2",
+    "launch.threads=1",
+)
 
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(2 * PATIENCE_S)]
@@ -41,7 +47,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def killed(directory: Path) -> subprocess.CompletedProcess[str]:
-    return harness("kill_rank", "drill.fault.at=27", *SMALL, cwd=directory)
+    return harness("kill_rank", "drill.fault.at=27", "--no-mlflow", *SMALL, cwd=directory)
 
 
 def test_a_killed_rank_is_survived_and_scored(killed: subprocess.CompletedProcess[str], directory: Path) -> None:
@@ -53,23 +59,22 @@ def test_a_killed_rank_is_survived_and_scored(killed: subprocess.CompletedProces
     assert card["passed"]
     assert (card["score"]["starts"], card["score"]["identical"], card["score"]["right_rank"]) == (2, True, True)
     assert run.score_card.read_text().startswith("# Drill kill_rank: passed\n")
-    assert [start["exit_code"] for start in json.loads(run.drill.read_text())["starts"]] == [1, 0]
+    assert [start["exit_code"] for start in json.loads(run.drill.read_text())["starts"]] == [0], "one launcher"
+    (restarted,) = (event for event in events.read(run.events) if isinstance(event, RunRestarted))
+    assert (restarted.number, restarted.cause) == (1, EndCause.killed_rank)
+    assert step_results(run).items() == step_results(twin).items(), "bit-identical, step by step"
+    times = [card["score"][name] for name in ("notice_s", "restart_s", "first_update_s")]
+    assert 0 < times[0] < times[2]
+    assert 0 < times[1] < times[2] < 120
     assert [type(event) for event in events.read(run.events)][-2:] == [RunEnded, DrillScored]
     assert not twin.drill.exists()
     assert harness("score", "runs/drill-kill_rank", cwd=directory).stdout == killed.stdout[:-1]
 
 
-def test_mlflow_holds_the_scores(killed: subprocess.CompletedProcess[str], directory: Path) -> None:
-    assert killed.returncode == 0
-    run_id = json.loads((directory / "runs/drill-kill_rank/mlflow.json").read_text())["run_id"]
-    with sqlite3.connect(directory / "runs/mlflow.db") as store:
-        query = "select key, value from latest_metrics where run_uuid = ? and key like 'drill/%'"
-        scores = dict(store.execute(query, (run_id,)).fetchall())
-        (status,) = store.execute("select status from runs where run_uuid = ?", (run_id,)).fetchone()
-    assert scores["drill/passed"] == scores["drill/identical"] == 1
-    assert scores["drill/starts"] == 2
-    assert status == "FINISHED"
-    assert list((directory / "runs/mlartifacts").rglob("score.md"))
+def step_results(run: RunDir) -> dict[int, tuple[float, float, int]]:
+    """The exact results of each step; of repeated steps, the later."""
+    records = (event for event in events.read(run.events) if isinstance(event, StepRecord))
+    return {record.step: (record.loss, record.grad_norm, record.cursor) for record in records}
 
 
 def test_a_bound_that_does_not_hold_is_exit_code_1(killed: subprocess.CompletedProcess[str], directory: Path) -> None:
@@ -86,7 +91,9 @@ def test_a_bound_that_does_not_hold_is_exit_code_1(killed: subprocess.CompletedP
 
 def test_all_scenarios_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert drill.main(["list"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(names())
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines if not line.startswith(" ")] == list(names())
+    assert sum(line.startswith("    expects  ") for line in lines) == len(names())
 
 
 @pytest.mark.parametrize(
@@ -103,6 +110,12 @@ def test_all_scenarios_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["full_disk", "launch=slurm"], "launch: full_disk needs launch=local, got slurm"),
         (["campaign", "--minutes", "0"], "--minutes: must be positive, got 0"),
         (["campaign", "--seed", "x"], "drill campaign: argument --seed: invalid int value: 'x'"),
+        (["campaign", "--fault", "1"], "--fault: needs --infrastructure; use --round"),
+        (["campaign", "--infrastructure", "--round", "1"], "--round: is for a campaign without --infrastructure"),
+        (["campaign", "--infrastructure", "--every", "0"], "--every: must be positive, got 0"),
+        (["campaign", "--infrastructure", "--goal", "90"], "--goal: must be from 0 to 1, got 90"),
+        (["campaign", "--infrastructure", "--fault", "99"], "--fault: must be from 0 to "),
+        (["campaign", "--infrastructure", "launch=slurm"], "launch: must be local with --infrastructure, got slurm"),
         (["campaign", "train.num_steps=50"], "train.num_steps: must be at least 120 for a campaign, got 50"),
     ],
 )

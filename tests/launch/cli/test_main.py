@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -12,6 +13,7 @@ import pytest
 import yaml
 
 from harness.config import compose
+from harness.config.key_help import render_keys
 from launch.cli.main import COMMANDS, main
 
 ROOT = Path(__file__).parents[3]
@@ -71,6 +73,13 @@ def test_a_usage_error_is_one_line_and_exits_2(tmp_path: Path) -> None:
     ("arguments", "line"),
     [
         (["fly"], f"harness: unknown command 'fly'; choose {COMMANDS}"),
+        (["trian"], f"harness: unknown command 'trian'; did you mean train?; choose {COMMANDS}"),
+        (["generate"], f"harness: unknown command 'generate'; did you mean sample?; choose {COMMANDS}"),
+        (["doctor"], f"harness: unknown command 'doctor'; did you mean health?; choose {COMMANDS}"),
+        (["train", "learning_rate=1e-3"], "harness: learning_rate: no such key; the configuration has run, "),
+        (["train", "--cfg", "foo"], "harness: --cfg: must be one of job, hydra, all, got 'foo'"),
+        (["train", "--cfg", "job", "--multirun"], "harness: --cfg: prints the config of one job; give one value for "),
+        (["train", "--mutlirun"], "harness: --mutlirun: no such option; see harness train --help; did you mean --mult"),
         ([], f"harness: missing command; choose {COMMANDS}"),
         (["train", "+foo=1"], "harness: foo: no such key; the configuration has "),
         (["train", "model=9b"], "harness: model: no '9b'; choose one of "),
@@ -94,11 +103,46 @@ def test_usage_errors_are_one_line(
     assert not list(tmp_path.iterdir())
 
 
-def test_help_of_train(tmp_path: Path) -> None:
-    result = harness("train", "--help", cwd=tmp_path)
-    assert result.returncode == 0
-    for part in ("harness train --multirun", "precision: bf16, fp16, fp32", "  num_steps: 200", "75 interrupted"):
-        assert part in result.stdout
+def test_help_of_train_shows_value_unit_and_meaning_of_each_key(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert main(["train", "--help", "train.num_steps=70"]) == 0
+    text = capsys.readouterr().out
+    for part in ("harness train --multirun", "precision: bf16, fp16, fp32", "  num_steps: 70 ", "75 interrupted"):
+        assert part in text
+    assert "# Updates to apply; a rejected update does not count." in text
+    assert main(["train", "--help", "train.num_steps=x"]) == 2
+
+
+def test_every_key_has_a_meaning_in_the_help() -> None:
+    text = render_keys(compose.load(), width=120)
+    assert max(map(len, text.splitlines())) <= 120
+    without = [line for line in text.splitlines() if ": " in line and "#" not in line]
+    assert [line for line in without if not line.startswith("      ") and len(line) < 36] == []
+
+
+def test_the_help_fits_into_a_narrow_terminal() -> None:
+    assert max(map(len, render_keys(compose.load(), width=60).splitlines())) <= 60
+
+
+def test_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert re.fullmatch(r"harness .+, torch \d+\.\d+.*, Python 3\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+    """`harness --help | head -1`, with more output than a pipe holds."""
+    script = (
+        "import sys\n"
+        "from launch.cli import main\n"
+        "main.help_text = lambda: 'line\\n' * 100_000\n"
+        "sys.exit(main.main(['--help']))\n"
+    )
+    command = f'"{sys.executable}" -c "$SCRIPT" | head -1; exit ${{PIPESTATUS[0]}}'
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "SCRIPT": script}
+    result = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "line\n", "")
 
 
 @pytest.mark.parametrize("module", ["launch.cli.main", "launch.train"])

@@ -149,6 +149,22 @@ def test_the_ring_size_matches_the_run(slots: int, capsys: pytest.CaptureFixture
     )
 
 
+@pytest.mark.parametrize(
+    ("nodes", "replicate", "replicas", "buffers"), [(2, 1, 1, 2), (1, 1, 1, 0), (2, 2, 1, 0), (2, 1, 0, 0)]
+)
+def test_snapshots_of_a_partner_take_host_memory(
+    nodes: int, replicate: int, replicas: int, buffers: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = [f"launch.nodes={nodes}", "launch.nproc=2", f"parallel.replicate={replicate}"]
+    args.append(f"checkpoint.ring.replicas={replicas}")
+    plan_json = run_plan_json(*args, capsys=capsys)
+    assert plan_json["ring_replicas"] == buffers
+    share = 12 * plan_json["num_parameters"] * replicate // (2 * nodes)
+    assert plan_json["ring_bytes"] == (4 + buffers) * 2 * share
+    text = run_plan(*args, capsys=capsys)
+    assert ("2 buffers for the snapshots of a partner on another machine\n" in text) == bool(buffers)
+
+
 def test_times_need_a_peak_rate(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_plan_json(capsys=capsys)["step_time_s"] is None
     plan_json = run_plan_json("cluster.peak_tflops=2", "--mfu", "0.5", "launch.nproc=2", capsys=capsys)

@@ -15,8 +15,9 @@ from harness.telemetry import heartbeat
 from harness.telemetry.heartbeat import Beat, Phase
 from launch.cli import main, status
 from launch.cli.status import Life, find_life, read_run_status, render
+from launch.node_record import NodeRecord
 from launch.slurm import requeue
-from launch.slurm.node_exclusion import NodeExclusion
+from launch.slurm.node_exclusion import NodeExclusion, NodeFault, NodeFaultKind
 from launch.slurm.requeue import JobEnd
 
 NOW = 1_800_000_000.0
@@ -124,6 +125,16 @@ def test_a_run_that_has_ended(run: RunDir, code: int, expected: int) -> None:
     assert first == f"runs/first: ended, step 118/2000 (5.9%), loss 2.3457, exit code {code}: all steps done"
 
 
+def test_a_run_that_is_being_restarted_is_alive(run: RunDir) -> None:
+    """The launcher has removed the heartbeat files of the failed start."""
+    reason = "rank 1 on host1 was killed by SIGKILL"
+    write_files(run, state="restarting", reason=reason, eta_s=None)
+    found = read_run_status(run, now=NOW + 100)
+    assert found.status_exit_code() == 0
+    assert render(found).splitlines()[0] == f"runs/first: restarting, step 118/2000 (5.9%), loss 2.3457, {reason}"
+    assert read_run_status(run, now=NOW + 121).status_exit_code() == 1, "the launcher is gone"
+
+
 def test_recent_findings_about_slow_ranks_are_shown(run: RunDir) -> None:
     write_files(run, *make_beats())
     with run.events.open("w") as log:
@@ -192,3 +203,10 @@ def test_excluded_nodes_are_shown_until_they_expire(run: RunDir) -> None:
     assert last.startswith("node n7 is excluded until 20")
     assert last.endswith(": failed 2 health checks, last: has 7 GPUs, expected 8")
     assert json.loads(json.dumps(asdict(found)))["excluded"][0]["node"] == "n7"
+    lost = NodeFault(NOW, "n7", "node 1 (n7) is gone", NodeFaultKind.lost)
+    NodeRecord(run, hours=24.0).add([lost, lost._replace(node="n5")])
+    assert [(node.node, node.kind) for node in read_run_status(run, now=NOW).excluded] == [
+        ("n5", "lost"),
+        ("n7", "lost"),
+    ]
+    assert read_run_status(run, now=NOW + 25 * 3600.0).excluded == []

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from harness.config.compose import to_yaml
 from harness.config.errors import ConfigError
+from harness.core.locking import directory_lease
+from harness.core.locking.lease_holder import this_process
+from harness.core.rundir import RunDir
 from launch.local import node
 from launch.local.node import parse_rendezvous
 from launch.local.node_group import SINGLE_NODE, RendezvousSpec
+from launch.local.ports import reserved_port
 from tests import composed
 
 SLURM = {"SLURM_NNODES": "4", "SLURM_NODEID": "2", "SLURM_JOB_ID": "7"}
@@ -71,6 +77,7 @@ def test_a_missing_slurm_variable_is_named() -> None:
     ("overrides", "message"),
     [
         (["launch.nodes=3", "launch.nproc=1"], "launch.min_nodes: 2 of 3 nodes are available"),
+        (["launch.nodes=4", "launch.spares=1", "launch.nproc=1"], "launch.min_nodes: 2 of 4 nodes are available"),
         (["launch.nodes=2", "launch.nproc=5"], "train.batch_size: must be at least the number of ranks (10)"),
     ],
 )
@@ -85,6 +92,41 @@ def test_an_invalid_run_is_one_line_before_anything_starts(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"harness: {message}")
     assert [path.name for path in run.iterdir()] == ["config.yaml"]
+
+
+def test_more_nodes_than_the_run_has_are_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    cfg = composed.load(["launch.nodes=2", "launch.spares=1", "launch.nproc=1", f"run.dir={tmp_path}"])
+    (run / "config.yaml").write_text(to_yaml(cfg))
+    assert node.main([str(run), "--nodes", "4", "--node-rank", "3", "--rendezvous", "nowhere.invalid:1"]) == 2
+    assert capsys.readouterr().err == "harness: --nodes: 4 nodes are more than launch.nodes=2 and launch.spares=1\n"
+
+
+def test_node_0_of_a_job_leaves_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(node.EXIT_FILE, str(tmp_path / "exit"))
+    others = ["--nodes", "2", "--node-rank", "1", "--rendezvous", "nowhere.invalid:1"]
+    assert node.main([str(tmp_path / "none"), *others]) == 2
+    assert not (tmp_path / "exit").exists()
+    assert node.main([str(tmp_path / "none")]) == 2
+    assert (tmp_path / "exit").read_text() == "2\n"
+
+
+def test_a_run_that_is_in_use_can_be_joined_only_if_it_listens(tmp_path: Path) -> None:
+    run, elastic = RunDir(tmp_path), composed.load(["launch.nodes=2", "launch.spares=1"])
+    holder = replace(this_process(lease_s=0.6), machine="another machine")
+    lease = directory_lease.acquire(run.lease, holder, on_lost=lambda _: None)
+    with socket.create_server(("127.0.0.1", 0)) as server, reserved_port() as closed:
+        listening = RendezvousSpec(num_nodes=3, node_rank=1, port=server.getsockname()[1])
+        assert node.joins_running(elastic, run, listening)
+        for cfg, spec in (
+            (composed.load(["launch.nodes=2"]), listening),
+            (elastic, replace(listening, port=closed)),
+            (elastic, replace(listening, node_rank=0)),
+        ):
+            with pytest.raises(ConfigError, match="is in use by"):
+                node.joins_running(cfg, run, spec)
+    lease.release()
 
 
 def test_a_directory_without_a_config_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

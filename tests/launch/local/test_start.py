@@ -17,7 +17,7 @@ import pytest
 
 from harness.config.errors import ConfigError
 from harness.config.parallel import DeviceKind
-from harness.core.rundir import locate
+from harness.core.rundir import RunDir, locate
 from launch.local import start, worker_pool
 from launch.local.thread_count import count_expected_ranks, rank_thread_environment
 from tests.forks import ROOT, Launched
@@ -111,15 +111,22 @@ def test_a_process_with_a_second_thread_does_not_fork() -> None:
 def test_the_launcher_has_one_thread_and_no_cuda_when_it_forks() -> None:
     """Torch and the trainer are loaded for several threads, none of which has started yet.
 
-    (A thread that NumPy's BLAS starts is ended by the fork itself.)
+    (A thread that NumPy's BLAS starts is ended by the fork itself.) Workers are children of the launcher, also if the
+    template was killed and they are spawned.
     """
     program = (
-        "import os, torch, launch.local.start, harness.train, harness.faults.drill_worker\n"
-        "from launch.local.worker_pool import WorkerTask, can_fork, open_worker_pool\n"
-        "with open_worker_pool(1, forked=can_fork()) as (process,):\n"
-        "    process.assign(WorkerTask(call=os.getppid))\n"
-        "    assert process.poll_result(60) == os.getpid()\n"
+        "import os, signal, torch, launch.local.start, harness.train, harness.faults.drill_worker\n"
+        "from launch.local.worker_pool import WorkerPool, WorkerTask, can_fork\n"
+        "from harness.faults.process import children_of\n"
+        "with WorkerPool(forked=can_fork()) as pool:\n"
+        "    (template,) = children_of(os.getpid())\n"
         "    print(len(os.listdir('/proc/self/task')), torch.cuda.is_initialized(), os.environ['OMP_NUM_THREADS'])\n"
+        "    for number in range(2):\n"
+        "        with pool.start_workers(1) as (process,):\n"
+        "            process.assign(WorkerTask(call=os.getppid))\n"
+        "            assert process.poll_result(60) == os.getpid()\n"
+        "        if number == 0:\n"
+        "            os.kill(template, signal.SIGKILL)\n"
     )
     environment = os.environ | {"OMP_NUM_THREADS": "4"}
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -151,8 +158,27 @@ def test_a_rank_that_exits_without_a_result_has_failed(launch: Launch) -> None:
     assert line.startswith("harness: rank 1 exited with code 0; its log: ")
 
 
-def test_bad_configuration_found_by_the_workers_is_one_line(launch: Launch) -> None:
+def test_bad_configuration_found_by_the_workers_is_one_line_and_leaves_nothing(launch: Launch, tmp_path: Path) -> None:
     assert ended(launch("refuse")) == (2, "", "harness: data.path: no such file\n")
+    assert not (tmp_path / "refuse").exists()
+
+
+def test_only_what_a_rejected_start_created_is_removed(tmp_path: Path) -> None:
+    new, old, logged = (RunDir(tmp_path / "runs" / name) for name in ("new", "old", "logged"))
+    (old.path / "kept").mkdir(parents=True)
+    existing = start.existing_parents(old.path)
+    for run in (new, logged):
+        run.logs.mkdir(parents=True)
+    logged.events.write_text("{}")
+    for run in (new, old, logged):
+        start.remove_rejected_run(run, existing)
+    assert [run.path.exists() for run in (new, old, logged)] == [False, True, True]
+    alone = RunDir(tmp_path / "elsewhere" / "runs" / "new")
+    existing = start.existing_parents(alone.path)
+    alone.logs.mkdir(parents=True)
+    start.remove_rejected_run(alone, existing)
+    assert not (tmp_path / "elsewhere").exists(), "the directories above it are new, too"
+    assert tmp_path.exists()
 
 
 def test_exit_code_75_passes_through(launch: Launch) -> None:
@@ -182,7 +208,7 @@ def test_second_stop_kills(process: Launched) -> None:
 def test_sigusr1_to_every_process_twice_kills_no_process(process: Launched, tmp_path: Path) -> None:
     """A scheduler may send the signal to the launcher and to all workers."""
     pids = [process.pid, *children(process.pid)]
-    assert len(pids) == 3, "launcher and two workers, no helper"
+    assert len(pids) == 4, "launcher, template and two workers"
     for _ in range(2):
         for pid in pids:
             os.kill(pid, signal.SIGUSR1)
@@ -206,7 +232,7 @@ def test_sigusr1_does_not_count_towards_a_forced_kill(process: Launched) -> None
 
 @pytest.mark.parametrize("process", ["stubborn"], indirect=True)
 def test_workers_die_with_a_launcher_that_was_killed(process: Launched) -> None:
-    assert len(session_of(process.pid)) == 3
+    assert len(session_of(process.pid)) == 4
     os.kill(process.pid, signal.SIGKILL)
     deadline = time.monotonic() + 2
     while session_of(process.pid):
@@ -217,7 +243,7 @@ def test_workers_die_with_a_launcher_that_was_killed(process: Launched) -> None:
 @pytest.mark.parametrize("process", ["stubborn"], indirect=True)
 def test_each_rank_has_its_own_process_name(process: Launched) -> None:
     names = [Path(f"/proc/{pid}/comm").read_text() for pid in children(process.pid)]
-    assert sorted(names) == ["rank-0\n", "rank-1\n"]
+    assert sorted(names) == ["rank-0\n", "rank-1\n", "rank-template\n"]
 
 
 @pytest.mark.full
@@ -243,6 +269,51 @@ def test_a_single_node_run_listens_on_the_loopback_only(launch: Launch) -> None:
     addresses = out.split()
     assert addresses
     assert set(addresses) <= {"0100007F", "0000000000000000FFFF00000100007F"}, "127.0.0.1, and the same within IPv6"
+
+
+def starts(directory: Path) -> list[list[list[str]]]:
+    """Pid and restart count of each start, by rank."""
+    return [[line.split() for line in (directory / f"starts-{rank}").read_text().splitlines()] for rank in range(2)]
+
+
+def test_a_killed_rank_is_restarted_with_all_others(launch: Launch, tmp_path: Path) -> None:
+    launcher = launch("die_once")
+    code, _, err = ended(launcher)
+    assert code == 0
+    first, second = err.splitlines()
+    assert first.startswith("harness: rank 1 was killed by SIGKILL; its log: ")
+    assert second == "harness: restart 1: all ranks start again"
+    for rank_starts in starts(tmp_path / "die_once"):
+        assert [count for _, count in rank_starts] == ["0", "1"]
+        assert len({pid for pid, _ in rank_starts}) == 2, "new processes, also for the rank that lived"
+    logs = sorted(path.name for path in (tmp_path / "die_once" / "logs").iterdir())
+    assert [name.partition("-restart-")[2] for name in logs] == ["", "1"], "the logs of both starts are kept"
+    assert session_of(launcher.pid) == [], "nothing is left behind"
+
+
+def test_the_same_error_at_the_same_step_twice_ends_the_run(launch: Launch, tmp_path: Path) -> None:
+    code, _, err = ended(launch("raise_always"))
+    assert code == 1
+    lines = err.splitlines()
+    assert lines[0].startswith("harness: rank 1 exited with code 1; its log: ")
+    assert lines[1].startswith("Traceback"), "the traceback of the first start is shown before the restart"
+    assert lines.index("ZeroDivisionError: in start 1") < lines.index("harness: restart 1: all ranks start again")
+    assert lines.index("harness: restart 1: all ranks start again") < lines.index("ZeroDivisionError: in start 2")
+    assert lines[-1].startswith("harness: not restarted: the same error at step 4 twice: ZeroDivisionError in workers")
+    assert [len(rank_starts) for rank_starts in starts(tmp_path / "raise_always")] == [2, 2]
+
+
+def test_a_halt_after_a_restart_is_final(launch: Launch, tmp_path: Path) -> None:
+    code, _, err = ended(launch("halt_later"))
+    assert (code, err.count("start again")) == (3, 1)
+    assert [len(rank_starts) for rank_starts in starts(tmp_path / "halt_later")] == [2, 2]
+
+
+@pytest.mark.parametrize("process", ["die_while_stopping"], indirect=True)
+def test_a_rank_that_dies_after_a_stop_request_is_not_restarted(process: Launched, tmp_path: Path) -> None:
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 75
+    assert [len(rank_starts) for rank_starts in starts(tmp_path / "die_while_stopping")] == [1, 1]
 
 
 def test_stop_while_workers_start(launch: Launch, tmp_path: Path) -> None:
@@ -283,6 +354,17 @@ def test_number_of_ranks_depends_on_the_device(tmp_path: Path, monkeypatch: pyte
     cfg.launch.nproc = 8
     with pytest.raises(ConfigError, match=r"^launch\.nproc: must not exceed the 4 GPUs"):
         start.ranks_to_start(cfg)
+    cfg.launch.ranks_per_gpu = 2
+    assert start.ranks_to_start(cfg) == 8
+    cfg.launch.nproc = None
+    assert start.ranks_to_start(cfg) == 8
+    cfg.launch.nproc = 9
+    with pytest.raises(ConfigError, match=r"^launch\.nproc: must not exceed 2 ranks on each of 4 GPUs, got 9"):
+        start.ranks_to_start(cfg)
+    cfg.parallel.device = DeviceKind.cpu
+    with pytest.raises(ConfigError, match=r"^launch\.ranks_per_gpu: is 2, but the ranks run on CPU"):
+        start.ranks_to_start(cfg)
+    cfg.launch.ranks_per_gpu = 1
     monkeypatch.setattr(start, "num_gpus", lambda: 0)
     cfg.parallel.device = DeviceKind.cuda
     with pytest.raises(ConfigError, match=r"^parallel\.device: no CUDA device"):
@@ -297,6 +379,9 @@ def test_expected_ranks_follow_the_visible_gpus(tmp_path: Path, monkeypatch: pyt
     assert count_expected_ranks(cfg) == 2, "on CPU"
     cfg.parallel.device = DeviceKind.auto
     assert count_expected_ranks(cfg) == 3
+    cfg.launch.ranks_per_gpu = 2
+    assert count_expected_ranks(cfg) == 6
+    cfg.launch.ranks_per_gpu = 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert count_expected_ranks(cfg) == 2
     cfg.launch.nproc = 8

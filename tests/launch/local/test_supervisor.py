@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import threading
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -13,8 +15,9 @@ from harness.config.launch import LaunchConfig
 from harness.core.rundir import RunDir
 from harness.telemetry import heartbeat
 from harness.telemetry.heartbeat import Beat, Phase
+from harness.telemetry.rank_progress import ALIVE_EXTRA_S, HangLimits, RankProgress
 from launch.local import supervisor
-from launch.local.supervisor import ALIVE_EXTRA_S, RankProgress, Supervisor, probe_path
+from launch.local.supervisor import Supervisor, probe_path
 from tests import composed
 
 HANG_AFTER_S, START_WITHIN_S = 30.0, 100.0
@@ -34,7 +37,7 @@ class FakeRanks:
         self.run = RunDir(path)
         self.run.heartbeat.mkdir()
         heartbeat.heartbeat_file(self.run, 0).write_text("left by an earlier start")
-        self.supervisor = Supervisor(self.run, range(2), config())
+        self.supervisor = Supervisor(self.run, range(2), HangLimits(config()))
         assert not heartbeat.heartbeat_file(self.run, 0).exists()
         self.beats = [
             Beat(
@@ -113,11 +116,36 @@ def test_ranks_that_write_rarely_are_not_hung_between_writes(ranks: FakeRanks, n
     for number in range(1, 4):
         progress.update(replace(beat, beats=beat.beats + number, writes=beat.writes + number), 1.0)
         progress.update(progress.beat, 2 * every_s)  # one write was lost
-        assert not progress.is_hung(config())
+        assert not progress.is_hung(HangLimits(config()))
     progress.update(progress.beat, every_s - 1.0)
-    assert not progress.is_hung(config())
+    assert not progress.is_hung(HangLimits(config()))
     progress.update(progress.beat, 2.0)
-    assert progress.is_hung(config()), "a hung rank is still found"
+    assert progress.is_hung(HangLimits(config())), "a hung rank is still found"
+
+
+@pytest.mark.parametrize(
+    ("slowest_step_s", "timeout_s", "limit_s"),
+    [
+        (0.0, math.inf, HANG_AFTER_S),
+        (HANG_AFTER_S / 20, math.inf, HANG_AFTER_S),
+        (HANG_AFTER_S / 10, math.inf, 2 * HANG_AFTER_S),
+        (HANG_AFTER_S, 10 * HANG_AFTER_S, 9 * HANG_AFTER_S),
+        (HANG_AFTER_S, HANG_AFTER_S / 2, HANG_AFTER_S),
+    ],
+    ids=["no step yet", "short steps", "long steps", "before the timeout of collectives", "never below the minimum"],
+)
+def test_the_limit_follows_the_slowest_step(
+    ranks: FakeRanks, slowest_step_s: float, timeout_s: float, limit_s: float
+) -> None:
+    limits = HangLimits(config(), timeout_s)
+    beat = replace(ranks.beats[0], slowest_step_s=slowest_step_s)
+    assert limits.limit_s(beat) == pytest.approx(limit_s)
+    assert limits.limit_s(replace(beat, phase=Phase.save)) == pytest.approx(max(START_WITHIN_S, limit_s))
+    progress = RankProgress(beat)
+    progress.update(beat, limit_s - 0.5)
+    assert not progress.is_hung(limits)
+    progress.update(beat, 1.0)
+    assert progress.is_hung(limits)
 
 
 @pytest.mark.full
@@ -148,8 +176,10 @@ def test_time_in_which_the_file_system_stalls_does_not_count(ranks: FakeRanks, m
     pipe.unlink()
     os.mkfifo(pipe)
     assert ranks.run_for(3 * HANG_AFTER_S) is None, "no rank can write, and neither can the supervisor"
+    blocked = next(thread for thread in threading.enumerate() if thread.name == "probe")
     with pipe.open("rb"):
         pipe.unlink()
+    blocked.join()  # the clock of the ranks does not wait for it
     monkeypatch.undo()
     assert ranks.run_for(2) is None
     assert ranks.run_for(2 * HANG_AFTER_S, writing=(0, 1)) is not None, "a real hang is still found"

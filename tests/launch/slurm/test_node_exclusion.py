@@ -11,12 +11,15 @@ from hypothesis import strategies as st
 from harness.config.errors import ConfigError
 from harness.config.launch import SlurmConfig
 from launch.slurm.node_exclusion import (
-    HealthCheckFailure,
+    NUM_FAULTS,
     HealthProblem,
     NodeExclusion,
+    NodeFault,
+    NodeFaultKind,
     choose_exclusions,
     drop_expired,
     exclusions_from_json,
+    find_out_nodes,
     limit_exclusions,
     parse_blamed_nodes,
 )
@@ -36,12 +39,12 @@ def limits(hours: float = 2.0, most: int = 2) -> SlurmConfig:
 LIMITS = limits()
 
 
-def nodes(failures: list[HealthCheckFailure], cfg: SlurmConfig = LIMITS) -> list[str]:
+def nodes(failures: list[NodeFault], cfg: SlurmConfig = LIMITS) -> list[str]:
     return [exclusion.node for exclusion in choose_exclusions(failures, now=NOW, limits=cfg)]
 
 
-def make_failures(node: str, *ages_s: float) -> list[HealthCheckFailure]:
-    return [HealthCheckFailure(NOW - age_s, node, f"fault {number}") for number, age_s in enumerate(ages_s, start=1)]
+def make_failures(node: str, *ages_s: float) -> list[NodeFault]:
+    return [NodeFault(NOW - age_s, node, f"fault {number}") for number, age_s in enumerate(ages_s, start=1)]
 
 
 def test_the_second_failure_excludes() -> None:
@@ -53,7 +56,9 @@ def test_the_second_failure_excludes() -> None:
     )
     assert nodes(make_failures("n1", 10.0, 0.0)) == ["n1"]
     (exclusion,) = choose_exclusions(make_failures("n1", 700.0, 600.0), now=NOW, limits=LIMITS)
-    assert exclusion == NodeExclusion(node="n1", reason="fault 2", num_failures=2, until=NOW - 600.0 + 2 * HOUR_S)
+    assert exclusion == NodeExclusion(
+        node="n1", reason="fault 2", num_failures=2, until=NOW - 600.0 + 2 * HOUR_S, since=NOW - 600.0
+    )
     (shuffled,) = choose_exclusions(reversed(make_failures("n1", 700.0, 600.0)), now=NOW, limits=LIMITS)
     assert shuffled == exclusion
 
@@ -66,6 +71,50 @@ def test_an_exclusion_expires() -> None:
     (exclusion,) = choose_exclusions(make_failures("n1", 60.0, 0.0), now=NOW, limits=LIMITS)
     assert drop_expired([exclusion], now=exclusion.until - 1) == [exclusion]
     assert drop_expired([exclusion], now=exclusion.until) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_needed"),
+    [
+        (NodeFaultKind.lost, 1),
+        (NodeFaultKind.corrupting, 1),
+        (NodeFaultKind.hung, 2),
+        (NodeFaultKind.health, 2),
+        (NodeFaultKind.outlier, 2),
+        (NodeFaultKind.slow, 2),
+    ],
+)
+def test_faults_of_each_kind_until_a_node_is_out(kind: NodeFaultKind, num_needed: int) -> None:
+    faults = [NodeFault(NOW - age_s, "n1", "fault", kind, "logs/a") for age_s in (20.0, 10.0)]
+    others = [NodeFault(NOW - 5.0, "n1", "other", other) for other in NodeFaultKind if NUM_FAULTS[other] == 2]
+    for count in (1, 2):
+        found = find_out_nodes([*faults[:count], *others], now=NOW, hours=2.0)
+        expected = [("n1", kind)] if count >= num_needed or kind in [each.kind for each in others] else []
+        assert [(exclusion.node, exclusion.kind) for exclusion in found] == expected, count
+    (exclusion,) = find_out_nodes(faults, now=NOW, hours=2.0)
+    assert (exclusion.num_failures, exclusion.since, exclusion.evidence) == (2, NOW - 10.0, "logs/a")
+    assert find_out_nodes(faults, now=NOW, hours=0.0) == []
+
+
+def test_a_lost_node_is_out_until_it_returns_and_the_second_time_for_longer() -> None:
+    lost = NodeFault(NOW - 60.0, "n1", "is gone", NodeFaultKind.lost)
+    (exclusion,) = find_out_nodes([lost], now=NOW, hours=2.0)
+    assert " is excluded until it joins again and passes its health check, or 1970-" in exclusion.render()
+    (corrupting,) = find_out_nodes([lost._replace(kind=NodeFaultKind.corrupting)], now=NOW, hours=2.0)
+    assert corrupting.render().startswith("node n1 is excluded until 1970-")
+    assert corrupting.render().endswith(": is gone")
+    back = lost._replace(returned=NOW - 30.0)
+    assert find_out_nodes([back], now=NOW, hours=2.0) == []
+    (exclusion,) = find_out_nodes([back, back._replace(time=NOW - 20.0)], now=NOW, hours=2.0)
+    assert exclusion.render().startswith("node n1 is excluded until 1970-")
+    assert exclusion.render().endswith(": is gone (2 times lost)")
+
+
+def test_a_node_is_named_with_its_worst_fault() -> None:
+    faults = [NodeFault(NOW - 9.0, "n1", str(kind), kind) for kind in reversed(NodeFaultKind) for _ in range(2)]
+    for kind in NodeFaultKind:
+        assert [each.kind for each in find_out_nodes(faults, now=NOW, hours=2.0)] == [kind]
+        faults = [fault for fault in faults if fault.kind is not kind]
 
 
 def test_the_worst_nodes_are_excluded_and_no_more_than_allowed() -> None:
@@ -103,7 +152,7 @@ def test_never_so_many_that_the_job_cannot_start() -> None:
     st.integers(0, 3),
 )
 def test_excluded_nodes_failed_twice_within_the_time(raw: list[tuple[str, float]], most: int) -> None:
-    failures = [HealthCheckFailure(NOW - age_s, node, "") for node, age_s in raw]
+    failures = [NodeFault(NOW - age_s, node, "") for node, age_s in raw]
     found = choose_exclusions(failures, now=NOW, limits=limits(most=most))
     assert len(found) <= most
     for exclusion in found:

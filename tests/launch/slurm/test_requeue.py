@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -22,17 +23,16 @@ from harness.control import stop_requests
 from harness.core.locking import directory_lease, lease_holder
 from harness.core.locking.run_lease import FOLDER
 from harness.core.rundir import RunDir
+from launch.node_record import NodeRecord
+from launch.restart_budget import Reached, RestartDecision, last_progress
 from launch.slurm import controller, job_directory, requeue
-from launch.slurm.node_exclusion import NodeExclusion
+from launch.slurm.node_exclusion import NodeExclusion, NodeFault, NodeFaultKind
 from launch.slurm.requeue import (
-    CheckpointAge,
     JobEnd,
     JobExit,
-    RequeueDecision,
     decide_requeue,
     exclusion_update,
     is_stall,
-    last_progress,
 )
 from tests import composed
 
@@ -52,37 +52,37 @@ HERE = JobExit(75, "RUNNING", "None", "")
 CODES = (1, 75, 69, 137, None)
 
 
-def end(saved: CheckpointAge | None = None, *, code: int | None = 75, requeued: bool = True) -> JobEnd:
+def end(saved: Reached | None = None, *, code: int | None = 75, requeued: bool = True) -> JobEnd:
     return JobEnd(time=0.0, job="7", start=1, exit_code=code, good=None, requeued=requeued, reason="", saved=saved)
 
 
 @pytest.mark.parametrize(
     ("ended", "decision"),
     [
-        (HERE, RequeueDecision(True, "interrupted, resumable")),
-        (HERE._replace(exit_code=1), RequeueDecision(True, "crashed with exit code 1")),
-        (HERE._replace(exit_code=69), RequeueDecision(True, "a node failed its health check")),
-        (HERE._replace(exit_code=None), RequeueDecision(True, requeue.RESTARTED_BY_SLURM)),
-        (HERE._replace(exit_code=0), RequeueDecision(False, "all steps done")),
+        (HERE, RestartDecision(True, "interrupted, resumable")),
+        (HERE._replace(exit_code=1), RestartDecision(True, "crashed with exit code 1")),
+        (HERE._replace(exit_code=69), RestartDecision(True, "a node failed its health check")),
+        (HERE._replace(exit_code=None), RestartDecision(True, requeue.RESTARTED_BY_SLURM)),
+        (HERE._replace(exit_code=0), RestartDecision(False, "all steps done")),
         (
             HERE._replace(exit_code=2),
-            RequeueDecision(False, "invalid config, or another process trains this run"),
+            RestartDecision(False, "invalid config, or another process trains this run"),
         ),
-        (HERE._replace(exit_code=3), RequeueDecision(False, "halted by the sentinel")),
-        (HERE._replace(state=""), RequeueDecision(False, "Slurm does not report the state of the job")),
+        (HERE._replace(exit_code=3), RestartDecision(False, "halted by the sentinel")),
+        (HERE._replace(state=""), RestartDecision(False, "Slurm does not report the state of the job")),
         (
             HERE._replace(state="COMPLETING"),
-            RequeueDecision(False, "ended by scancel or by another requeue"),
+            RestartDecision(False, "ended by scancel or by another requeue"),
         ),
-        (HERE._replace(slurm_reason="TimeLimit"), RequeueDecision(True, "interrupted, resumable")),
-        (HERE._replace(state="COMPLETING", slurm_reason="TimeLimit"), RequeueDecision(True, "interrupted, resumable")),
+        (HERE._replace(slurm_reason="TimeLimit"), RestartDecision(True, "interrupted, resumable")),
+        (HERE._replace(state="COMPLETING", slurm_reason="TimeLimit"), RestartDecision(True, "interrupted, resumable")),
         (
             HERE._replace(stopped_by="asked by ada: lunch"),
-            RequeueDecision(False, "stopped on purpose, asked by ada: lunch"),
+            RestartDecision(False, "stopped on purpose, asked by ada: lunch"),
         ),
     ],
 )
-def test_which_ends_are_requeued(ended: JobExit, decision: RequeueDecision) -> None:
+def test_which_ends_are_requeued(ended: JobExit, decision: RestartDecision) -> None:
     assert decide_requeue(ended, [], None, LIMITS) == decision
     assert decide_requeue(ended, [end((0, 10))], (0, 20), LIMITS) == decision
 
@@ -103,7 +103,7 @@ def test_node_failures_count_only_against_max_requeues(code: int | None) -> None
     for _ in range(LIMITS.max_requeues - 1):
         assert decide_requeue(ended, history, (0, 20), LIMITS).again
         history.append(end((0, 20), code=code))
-    assert decide_requeue(ended, history, (0, 20), LIMITS) == RequeueDecision(
+    assert decide_requeue(ended, history, (0, 20), LIMITS) == RestartDecision(
         False, "requeued 5 times without a newer checkpoint (the newest is of step 20), launch.slurm.max_requeues=5"
     )
     assert decide_requeue(ended, history, (0, 21), LIMITS).again, "progress resets the count"
@@ -116,7 +116,7 @@ def test_a_run_that_stalls_ends_after_max_stalled(code: int) -> None:
     stalled = [end((0, 20), code=code), end((0, 20), code=code)]
     assert decide_requeue(ended, [end((0, 20)), stalled[0]], (0, 20), LIMITS).again
     reason = "3 starts in a row ended without a newer checkpoint (the newest is of step 20), launch.slurm.max_stalled=3"
-    assert decide_requeue(ended, [end((0, 20)), *stalled], (0, 20), LIMITS) == RequeueDecision(False, reason)
+    assert decide_requeue(ended, [end((0, 20)), *stalled], (0, 20), LIMITS) == RestartDecision(False, reason)
     assert decide_requeue(ended, [end((0, 20)), *stalled], (0, 30), LIMITS).again, "progress resets the count"
     assert decide_requeue(ended, [*stalled, end((0, 30))], (0, 30), LIMITS).again
     with_health = [end((0, 20)), stalled[0], end((0, 20), code=69), end((0, 20), code=None)]
@@ -127,12 +127,12 @@ def test_a_run_that_stalls_ends_after_max_stalled(code: int) -> None:
 def test_the_limits_hold_without_any_checkpoint() -> None:
     crashed = HERE._replace(exit_code=1)
     assert decide_requeue(crashed, [end(code=1)], None, LIMITS).again
-    assert decide_requeue(crashed, [end(code=1), end(code=1)], None, LIMITS) == RequeueDecision(
+    assert decide_requeue(crashed, [end(code=1), end(code=1)], None, LIMITS) == RestartDecision(
         False, "3 starts in a row ended without a newer checkpoint (there is none), launch.slurm.max_stalled=3"
     )
     sick = HERE._replace(exit_code=69)
     assert decide_requeue(sick, [end(code=69)] * 4, None, LIMITS).again
-    assert decide_requeue(sick, [end(code=69)] * 5, None, LIMITS) == RequeueDecision(
+    assert decide_requeue(sick, [end(code=69)] * 5, None, LIMITS) == RestartDecision(
         False, "requeued 5 times without a newer checkpoint (there is none), launch.slurm.max_requeues=5"
     )
 
@@ -144,7 +144,7 @@ def test_ends_without_a_requeue_are_not_counted() -> None:
 
 def test_max_requeues_0_allows_no_requeue() -> None:
     limits = replace(LIMITS, max_requeues=0)
-    assert decide_requeue(HERE, [], (0, 10), limits) == RequeueDecision(
+    assert decide_requeue(HERE, [], (0, 10), limits) == RestartDecision(
         False, "launch.slurm.max_requeues=0 allows no requeue"
     )
     once = replace(LIMITS, max_requeues=1)
@@ -166,7 +166,7 @@ def test_no_job_is_requeued_for_ever(before: list[tuple[int, int | None]], code:
 
 
 def test_progress_is_a_checkpoint_newer_than_all_before() -> None:
-    ages: list[CheckpointAge | None] = [None, (0, 5), (0, 5), (0, 3), (0, 5), (1, 3), None, (1, 3), (0, 9), (1, 4)]
+    ages: list[Reached | None] = [None, (0, 5), (0, 5), (0, 3), (0, 5), (1, 3), None, (1, 3), (0, 9), (1, 4)]
     assert [last_progress(ages[:length]) for length in range(11)] == [-1, -1, 1, 1, 1, 1, 5, 5, 5, 5, 9]
     assert [is_stall(code) for code in CODES] == [True, True, False, True, False]
 
@@ -191,14 +191,14 @@ def make_checkpoint(run: RunDir, step: int, health: Health) -> None:
 
 def test_a_restart_by_slurm_is_recorded_and_counts(run: RunDir) -> None:
     requeue.record_end(run, HERE, job="7", start=1)
-    assert requeue.record_missed_ends(run, "7", 2) == RequeueDecision(True, "")
-    assert requeue.record_missed_ends(run, "7", 3) == RequeueDecision(True, requeue.RESTARTED_BY_SLURM)
+    assert requeue.record_missed_ends(run, "7", 2) == RestartDecision(True, "")
+    assert requeue.record_missed_ends(run, "7", 3) == RestartDecision(True, requeue.RESTARTED_BY_SLURM)
     with requeue.requeue_log(run).open("a") as book:
         book.write('{"half a li\n["a", "list"]\n')
     make_checkpoint(run, 20, Health.candidate)
-    assert requeue.record_missed_ends(run, "7", 4) == RequeueDecision(True, requeue.RESTARTED_BY_SLURM)
+    assert requeue.record_missed_ends(run, "7", 4) == RestartDecision(True, requeue.RESTARTED_BY_SLURM)
     assert not requeue.record_missed_ends(run, "7", 9).again
-    assert requeue.record_missed_ends(run, "8", 1) == RequeueDecision(True, ""), "other jobs of the run do not count"
+    assert requeue.record_missed_ends(run, "8", 1) == RestartDecision(True, ""), "other jobs of the run do not count"
     assert [(end.start, end.exit_code, end.saved) for end in requeue.read_ends(run)] == [
         (1, 75, None),
         (2, None, None),
@@ -207,8 +207,8 @@ def test_a_restart_by_slurm_is_recorded_and_counts(run: RunDir) -> None:
 
 
 def test_the_missed_end_of_a_first_start_is_recorded(run: RunDir) -> None:
-    assert requeue.record_missed_ends(run, "7", 1) == RequeueDecision(True, "")
-    assert requeue.record_missed_ends(run, "7", 2) == RequeueDecision(True, requeue.RESTARTED_BY_SLURM)
+    assert requeue.record_missed_ends(run, "7", 1) == RestartDecision(True, "")
+    assert requeue.record_missed_ends(run, "7", 2) == RestartDecision(True, requeue.RESTARTED_BY_SLURM)
     assert [(end.start, end.exit_code) for end in requeue.read_ends(run)] == [(1, None)]
 
 
@@ -259,6 +259,17 @@ def test_a_node_that_failed_twice_is_excluded_and_recorded(run: RunDir) -> None:
     assert exclusion.until == pytest.approx(second.time + 24 * 3600.0)
     assert requeue.read_ends(run)[-1] == second
     assert requeue.record_end(run, HERE, job="8", start=1).excluded == (exclusion,), "also for the next job of the run"
+
+
+def test_faults_in_the_job_exclude_like_failed_health_checks(run: RunDir) -> None:
+    now = time.time()
+    faults = [NodeFault(now, "n3", "node 1 (n3) is gone", NodeFaultKind.lost), NodeFault(now, "n2", SICK["n2"])]
+    NodeRecord(run, hours=24.0).add(faults)
+    first = requeue.record_end(run, HERE, job="7", start=1)
+    assert [(exclusion.node, exclusion.kind) for exclusion in first.excluded] == [("n3", "lost")]
+    second = requeue.record_end(run, HERE._replace(exit_code=69), job="7", start=2, unhealthy=SICK)
+    assert [exclusion.node for exclusion in second.excluded] == ["n2", "n3"], "one check in the job, one before it"
+    assert exclusion_update(["n9", "n3"], [first], []) == "ExcNodeList=n9"
 
 
 def test_exclusions_are_limited_to_what_slurm_can_start(run: RunDir, fake_slurm_bin: Path) -> None:

@@ -20,7 +20,9 @@ case "$2 $3" in
     "launch.slurm.requeue begin") [[ -z ${SLOW:-} ]] || sleep "$SLOW"; exit "${BEGIN:-0}" ;;
     "launch.slurm.requeue end") cp "$7" "$CALLS.complaints" 2> /dev/null; printf %s "${UPDATE:-}"; exit "${END:-1}" ;;
     launch.slurm.node_health*) echo "harness: health: node n1: broken" >&2; exit "${HEALTH:-0}" ;;
-    launch.local.node*) exit "${NODE:-0}" ;;
+    launch.local.node*)
+        [[ -z ${FIRST:-} ]] || { mkdir -p "$(dirname "$HARNESS_EXIT_FILE")"; echo "$FIRST" > "$HARNESS_EXIT_FILE"; }
+        exit "${NODE:-0}" ;;
 esac
 """
 SRUN = """\
@@ -99,6 +101,18 @@ def test_the_exit_code_is_that_of_the_run(script: Script, code: int) -> None:
     result = script(NODE=str(code), END="0" if code == 75 else "1")
     assert result.exit_code == code
     assert [call for call in result.calls if call.startswith("scontrol")] == ["scontrol requeue 7"] * (code == 75)
+
+
+def test_a_lost_node_of_an_elastic_run_does_not_decide_the_exit_code(script: Script) -> None:
+    """srun returns the exit code of the launcher that was killed; that of the run is in the file."""
+    lost = script(NODE="137", FIRST="0", HARNESS_ELASTIC="true")
+    assert lost.exit_code == 0
+    assert any(" --no-kill --kill-on-bad-exit=0 --wait=0 " in call for call in lost.calls)
+    assert any(" end " in call and f"{script.run} 7 0 /" in call for call in lost.calls)
+    script.calls.unlink()
+    died = script(NODE="137")
+    assert died.exit_code == 137, "the file of an earlier start does not count"
+    assert not any("--no-kill" in call or "--wait=0" in call for call in died.calls)
 
 
 def test_the_requeue_comes_before_the_update(script: Script) -> None:

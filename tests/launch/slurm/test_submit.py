@@ -1,4 +1,4 @@
-"""Submission without Slurm: the script, the run list, the copy of the code, the health check of a node."""
+"""Submission without Slurm: the script, the run list, the copy of the code."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from harness.config import compose
 from harness.config.errors import ConfigError
 from harness.config.schema import Config
 from harness.core.rundir import RunDir
-from launch.slurm import code_snapshot, job_directory, node_health, requeue, submit
+from launch.slurm import code_snapshot, job_directory, requeue, submit
 from launch.slurm.job_script import DIRECTIVE, SETTING, build_directives, quote_value, render
 from tests import composed
 from tests.distributed.cases import TINY
@@ -102,6 +101,28 @@ def test_a_directive_is_one_line_of_sbatch() -> None:
     launch = config("launch.slurm.memory_gb=1.5", "launch.nodes=3", "launch.min_nodes=3").launch
     lines = build_directives(launch, name="a", log=Path("/50%/logs/slurm-%j.log"), working_directory=Path("/"))
     assert {"--mem=1431M", "--nodes=3", "--output=/50%%/logs/slurm-%j.log"} <= set(lines)
+
+
+def test_a_job_with_spares_asks_for_more_nodes_and_survives_the_loss_of_one(tmp_path: Path) -> None:
+    def directives(*overrides: str) -> set[str]:
+        launch = config("launch.nodes=3", *overrides).launch
+        return set(build_directives(launch, name="a", log=Path("/slurm-%j.log"), working_directory=Path("/")))
+
+    assert {"--nodes=5", "--no-kill"} <= directives("launch.spares=2")
+    assert {"--nodes=2-5", "--no-kill"} <= directives("launch.spares=2", "launch.min_nodes=2")
+    assert "--no-kill" not in directives("launch.min_nodes=2"), "Slurm ends a job that lost a node, and requeues it"
+    for overrides, expected in (((), None), (("launch.spares=1",), "true"), (("launch.min_nodes=2",), "true")):
+        cfg = config("launch.nodes=3", f"run.dir={tmp_path}", "run.name=r", *overrides)
+        assert submit.script_settings(cfg, tmp_path).get("elastic") == expected
+
+
+def test_a_plain_sbatch_keeps_its_last_nodes_as_spares(tmp_path: Path, fake_slurm_bin: Path) -> None:
+    (fake_slurm_bin / "squeue").write_text("#!/bin/sh\n")
+    overrides = [f"run.dir={tmp_path}", "launch.nodes=2", "launch.spares=2", "run.name=r"]
+    job_directory.prepare_in_job(compose.load(overrides), "7", 5)
+    assert compose.read(tmp_path / "r" / "config.yaml").launch.nodes == 3
+    with pytest.raises(ConfigError, match=r"^launch\.spares: 2 spares leave fewer than 2 of the 3 nodes of this job$"):
+        job_directory.prepare_in_job(compose.load([*overrides, "run.name=s"]), "8", 3)
 
 
 def test_the_code_is_stored_once_and_complete(tmp_path: Path) -> None:
@@ -269,88 +290,6 @@ def test_fewer_nodes_need_not_divide_the_batch(tmp_path: Path, nodes: int, min_n
 )
 def test_parse_the_state_of_a_job(line: str, finished: tuple[str, int] | None) -> None:
     assert submit.parse_finished(line) == finished
-
-
-HEALTHY = node_health.NodeFacts(
-    devices=tuple(
-        node_health.GpuFacts(index=index, free_bytes=80 * 10**9, memory_bytes=85 * 10**9, num_ecc_errors=0)
-        for index in range(2)
-    ),
-    xids=(31,),
-    free_host_bytes=1e12,
-    free_disk_bytes=1e12,
-    is_writable=True,
-)
-
-
-def test_faults_of_a_node() -> None:
-    faulty = replace(HEALTHY.devices[1], free_bytes=10**9, num_ecc_errors=2)
-    cases: list[tuple[node_health.NodeFacts, list[str]]] = [
-        (HEALTHY, []),
-        (replace(HEALTHY, devices=HEALTHY.devices[:1]), ["has 1 GPUs, expected 2"]),
-        (
-            replace(HEALTHY, devices=(HEALTHY.devices[0], faulty)),
-            ["GPU 1 has 2 uncorrected ECC errors", "GPU 1 has 1 of 85 GB free: another process is on it"],
-        ),
-        (replace(HEALTHY, xids=(31, 79)), ["the driver reported Xid 79 within the last hour"]),
-        (replace(HEALTHY, free_host_bytes=1e9), ["host memory: 1.0 GB free, at least 2 needed"]),
-        (replace(HEALTHY, is_writable=False), ["the run directory cannot be written"]),
-    ]
-    for facts, expected in cases:
-        assert node_health.find_faults(facts, 2) == expected
-    assert node_health.find_faults(replace(HEALTHY, devices=()), None) == []
-
-
-def test_a_full_disk_blames_no_node() -> None:
-    """All nodes share the disk of the run directory: excluding the node that reported it would not help."""
-    facts = replace(HEALTHY, free_disk_bytes=1e8, devices=HEALTHY.devices[:1])
-    assert [problem.render() for problem in node_health.check_node("n1", facts, 2)] == [
-        "harness: health: node n1: has 1 GPUs, expected 2",
-        "harness: health: seen from node n1: disk in the run directory: 0.1 GB free, at least 2 needed",
-    ]
-    assert node_health.check_node("n1", replace(HEALTHY, free_disk_bytes=2e9, free_host_bytes=2e9), 2) == []
-
-
-def test_clocks_are_compared_with_the_median() -> None:
-    def blamed_clocks(*times_s: float) -> list[tuple[str, bool]]:
-        times = {f"n{number}": time_s for number, time_s in enumerate(times_s, start=1)}
-        return [(problem.node, problem.blames) for problem in node_health.check_clocks(times)]
-
-    assert blamed_clocks(100.0, 100.9, 97.5) == [("n3", True)]
-    assert blamed_clocks(90.0, 100.0, 100.0, 100.0) == [("n1", True)], "the first node is not special"
-    assert blamed_clocks(100.0, 101.0) == blamed_clocks(100.0, 100.0, 101.0) == []
-    assert blamed_clocks(100.0, 110.0) == [("n2", False)], "of two clocks neither is blamed"
-    (problem,) = node_health.check_clocks({"n1": 100.0, "n2": 100.0, "n3": 97.5})
-    assert problem.text == "its clock differs by -2.5 s from the other nodes'"
-
-
-def test_a_node_that_sees_another_run_directory() -> None:
-    def blamed_nodes(*sees: bool) -> list[tuple[str, bool]]:
-        nodes = {f"n{number}": each for number, each in enumerate(sees, start=1)}
-        return [(problem.node, problem.blames) for problem in node_health.check_shared_directory(nodes)]
-
-    assert blamed_nodes(True, True, True) == []
-    assert blamed_nodes(True, True, False) == [("n3", True)]
-    assert blamed_nodes(True, False) == [("n2", False)], "half of them: the first may be wrong"
-
-
-def test_parse_the_output_of_nvidia_smi_dmesg_and_meminfo() -> None:
-    table = "0, 81000, 81559, 0\n1, 80000, 81559, [N/A]\nNo devices were found\n"
-    first, second = node_health.parse_devices(table)
-    assert (first.free_bytes, first.num_ecc_errors, second.index, second.num_ecc_errors) == (81000 * 2**20, 0, 1, 0)
-    log = "[  100.5] NVRM: Xid (PCI:0000:3b:00): 79, pid=1\n[ 9000.0] NVRM: Xid (PCI:0000:3b:00): 48, x\n[9001.0] usb\n"
-    assert node_health.parse_xids(log, 9100.0) == (48,)
-    assert node_health.free_host_bytes("MemTotal: 9 kB\nMemAvailable:     4 kB\n") == 4096
-
-
-def test_expected_number_of_devices() -> None:
-    def expected(*overrides: str) -> int | None:
-        return node_health.expected_num_devices(config(*overrides))
-
-    assert expected("launch.slurm.gpus_per_node=8") is None, "on cpu"
-    assert expected("parallel.device=auto", "launch.slurm.gpus_per_node=8", "launch.nproc=4") == 8
-    assert expected("parallel.device=auto", "launch.nproc=4") is None
-    assert expected("parallel.device=cuda", "launch.nproc=4") == 4
 
 
 if __name__ == "__main__":

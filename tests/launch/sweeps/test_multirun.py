@@ -55,7 +55,7 @@ def test_a_failed_job_does_not_stop_the_sweep_and_a_rerun_completes_it(
         "eval.every_steps=1",
         "launch.at_once=2",
         "run.name=sweep",
-        "optim.lr=-1,1e-3,2e-3,4e-3",
+        "optim.lr=-1,1e-3,2e-3",
     ]
     sweep = tmp_path / "runs" / "sweep"
     blocker = sweep / "optim.lr=0.002" / "manifest.json"
@@ -65,13 +65,13 @@ def test_a_failed_job_does_not_stop_the_sweep_and_a_rerun_completes_it(
     assert result.returncode == 2, result.stdout + result.stderr
     assert result.stderr == "harness: job 0 (optim.lr=-1): optim.lr: must be positive, got -1.0\n"
     lines = result.stdout.splitlines()
-    assert lines[0] == "sweep runs/sweep: 3 of 3 jobs to run, 2 at once"
-    assert [line[:12] for line in lines[1:3]] == ["[2/4] start ", "[3/4] start "]
-    assert any(line.startswith("[3/4] crashed in ") for line in lines)
-    assert lines[-3] == "2 done, 1 crashed, 1 rejected" or lines[-3] == "1 crashed, 2 done, 1 rejected"
+    assert lines[0] == "sweep runs/sweep: 2 of 2 jobs to run, 2 at once"
+    assert [line[:12] for line in lines[1:3]] == ["[2/3] start ", "[3/3] start "]
+    assert any(line.startswith("[3/3] crashed in ") for line in lines)
+    assert lines[-3] in ("1 done, 1 crashed, 1 rejected", "1 crashed, 1 done, 1 rejected")
     assert lines[-2] == "report  harness sweep report runs/sweep"
     assert lines[-1].startswith("resume  harness train --multirun ")
-    names = ["optim.lr=0.001", "optim.lr=0.002", "optim.lr=0.004"]
+    names = ["optim.lr=0.001", "optim.lr=0.002"]
     assert sorted(path.name for path in sweep.iterdir() if path.is_dir()) == names
     assert "IsADirectoryError" in (sweep / "optim.lr=0.002" / "logs" / "console.txt").read_text()
     for name in names:
@@ -83,10 +83,10 @@ def test_a_failed_job_does_not_stop_the_sweep_and_a_rerun_completes_it(
     result = harness("train", *overrides, cwd=tmp_path, within_s=PATIENCE_S)
     assert result.returncode == 2, result.stdout + result.stderr
     lines = result.stdout.splitlines()
-    assert lines[0] == "sweep runs/sweep: 1 of 3 jobs to run, 2 finished before, 1 at once"
-    assert lines[1] == "[3/4] resume  optim.lr=0.002"
+    assert lines[0] == "sweep runs/sweep: 1 of 2 jobs to run, 1 finished before, 1 at once"
+    assert lines[1] == "[3/3] resume  optim.lr=0.002"
     assert lines[-2] == "1 done, 1 rejected"
-    assert [starts(sweep / name) for name in names] == [1, 1, 1]
+    assert [starts(sweep / name) for name in names] == [1, 1]
     for name in names:
         *_, last = read(sweep / name / "events.jsonl")
         assert isinstance(last, RunEnded)
@@ -94,8 +94,8 @@ def test_a_failed_job_does_not_stop_the_sweep_and_a_rerun_completes_it(
 
     assert sweep_command.main(["report", str(sweep)]) == 0
     printed = capsys.readouterr().out
-    assert "sweep: 4 jobs by held-out loss\n" in printed
-    assert printed.count("done (0)") == 3
+    assert "sweep: 3 jobs by held-out loss\n" in printed
+    assert printed.count("done (0)") == 2
     assert printed.count("bad config (2)") == 1
     best = f"harness train {' '.join([*TINY, 'eval.every_steps=1'])} optim.lr=0.00"
     assert best in printed

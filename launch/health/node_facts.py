@@ -1,0 +1,163 @@
+"""What one node reports about itself, without torch: GPUs, errors of the driver, memory, disk.
+
+Why: most broken nodes are visible before anything is computed.
+How: `collect_facts` asks nvidia-smi and the kernel; `check_facts` is a pure function of what they say. A problem of the
+node itself blames it. A full disk may be shared by all nodes, and blames none.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from socket import gethostname
+from typing import final
+
+from harness.config.parallel import DeviceKind
+from harness.config.schema import Config
+from launch.slurm.node_exclusion import HealthProblem
+
+GIGABYTE = 1e9
+MIN_HOST_BYTES = 2 * GIGABYTE
+MIN_DISK_BYTES = 2 * GIGABYTE
+MIN_FREE_FRACTION = 0.9
+"""Of the memory of a GPU; less is free if a leftover process occupies it."""
+TOOL_TIMEOUT_S = 60.0
+"""For nvidia-smi and dmesg."""
+XID_WINDOW_S = 3600.0
+BROKEN_XIDS = frozenset({48, 61, 62, 64, 74, 79, 92, 95, 119, 120, 140, 143})
+"""Driver errors of broken memory, links or firmware; other Xids are caused by programs."""
+QUERY = "index,memory.free,memory.total,ecc.errors.uncorrected.volatile.total"
+MEBIBYTE = 2**20
+
+
+def machine_name() -> str:
+    """Name of this machine: Slurm's name of the node, or the host name."""
+    return os.environ.get("SLURMD_NODENAME") or gethostname()
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuFacts:
+    """One GPU, as nvidia-smi reports it."""
+
+    index: int
+    free_bytes: int
+    memory_bytes: int
+    num_ecc_errors: int
+    """Uncorrected, since the driver was loaded; 0 if the device does not count."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """State of one node."""
+
+    devices: tuple[GpuFacts, ...]
+    xids: tuple[int, ...]
+    """Errors that the driver reported within the last hour."""
+    free_host_bytes: float
+    free_disk_bytes: float
+    is_writable: bool
+    """Whether this node can write to the run directory."""
+
+
+def find_faults(facts: NodeFacts, num_devices: int | None) -> list[str]:
+    """Faults of one node, each in a few words; `num_devices` is None if any number will do."""
+    faults: list[str] = []
+    if num_devices is not None and len(facts.devices) != num_devices:
+        faults.append(f"has {len(facts.devices)} GPUs, expected {num_devices}")
+    for device in facts.devices:
+        if device.num_ecc_errors:
+            faults.append(f"GPU {device.index} has {device.num_ecc_errors} uncorrected ECC errors")
+        if device.free_bytes < MIN_FREE_FRACTION * device.memory_bytes:
+            free, whole = device.free_bytes / GIGABYTE, device.memory_bytes / GIGABYTE
+            faults.append(f"GPU {device.index} has {free:.0f} of {whole:.0f} GB free: another process is on it")
+    if broken := sorted(BROKEN_XIDS.intersection(facts.xids)):
+        faults.append(f"the driver reported Xid {', '.join(map(str, broken))} within the last hour")
+    faults += check_free_bytes("host memory", facts.free_host_bytes, MIN_HOST_BYTES)
+    if not facts.is_writable:
+        faults.append("the run directory cannot be written")
+    return faults
+
+
+def check_free_bytes(what: str, free_bytes: float, min_bytes: float) -> list[str]:
+    if free_bytes >= min_bytes:
+        return []
+    return [f"{what}: {free_bytes / GIGABYTE:.1f} GB free, at least {min_bytes / GIGABYTE:.0f} needed"]
+
+
+def check_facts(node: str, facts: NodeFacts, num_devices: int | None) -> list[HealthProblem]:
+    """Problems of one node, and of the disk that all nodes share."""
+    full = check_free_bytes("disk in the run directory", facts.free_disk_bytes, MIN_DISK_BYTES)
+    own = [HealthProblem(node, text) for text in find_faults(facts, num_devices)]
+    return own + [HealthProblem(node, text, blames=False) for text in full]
+
+
+def expected_num_devices(cfg: Config) -> int | None:
+    """None if no number was configured."""
+    if cfg.parallel.device is DeviceKind.cpu:
+        return None
+    return cfg.launch.slurm.gpus_per_node or (cfg.launch.nproc if cfg.parallel.device is DeviceKind.cuda else None)
+
+
+def collect_facts(directory: Path, marker: Path) -> NodeFacts:
+    """Collect the facts of this node, and of the disk of a directory; `marker` is a file to write there."""
+    smi = run_tool("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits")
+    return NodeFacts(
+        devices=parse_devices(smi),
+        xids=parse_xids(run_tool("dmesg"), read_uptime_s()),
+        free_host_bytes=free_host_bytes(Path("/proc/meminfo").read_text(encoding="utf-8")),
+        free_disk_bytes=shutil.disk_usage(directory).free,
+        is_writable=write_marker(marker),
+    )
+
+
+def run_tool(*command: str) -> str:
+    """Output of a program; empty if it is missing or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S, check=False).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def parse_devices(table: str) -> tuple[GpuFacts, ...]:
+    """Parse the CSV table of nvidia-smi."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in table.splitlines()]
+    return tuple(
+        GpuFacts(
+            index=int(index),
+            free_bytes=int(free) * MEBIBYTE,
+            memory_bytes=int(whole) * MEBIBYTE,
+            num_ecc_errors=int(errors) if errors.isdigit() else 0,
+        )
+        for index, free, whole, errors in (row for row in rows if len(row) == 4)
+    )
+
+
+def parse_xids(kernel_log: str, up_s: float) -> tuple[int, ...]:
+    """Xid numbers of the last hour in a kernel log; `up_s` is the uptime."""
+    entries = re.findall(r"^\[\s*([\d.]+)\].*NVRM: Xid \([^)]*\): (\d+)", kernel_log, re.MULTILINE)
+    return tuple(int(number) for at_s, number in entries if float(at_s) > up_s - XID_WINDOW_S)
+
+
+def read_uptime_s() -> float:
+    return float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
+
+
+def free_host_bytes(meminfo: str) -> float:
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
+    return float(match[1]) * 1024 if match else float("inf")
+
+
+def write_marker(path: Path) -> bool:
+    """Whether a file can be written; it stays until the next check, for the other nodes to find."""
+    try:
+        path.write_text(f"{time.time()}\n", encoding="utf-8")
+    except OSError:
+        return False
+    return True

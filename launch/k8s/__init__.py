@@ -1,0 +1,1 @@
+"""Runs on Kubernetes: the manifest of a run, and the command of its pods."""

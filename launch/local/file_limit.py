@@ -1,0 +1,32 @@
+"""Open files of node 0: one connection for each other launcher, and one for each client of torch's store.
+
+Why: the usual soft limit of 1,024 open files ends a run of more than about 100 nodes of 8 ranks at its start, with an
+error that names neither the limit nor the number of ranks.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+OTHER_FILES = 100
+"""Open files of a launcher beside its connections."""
+
+
+def files_needed(num_nodes: int, nproc: int) -> int:
+    """Open files of node 0: links to the other launchers, then their store clients and those of all ranks."""
+    return 2 * num_nodes + num_nodes * nproc + OTHER_FILES
+
+
+def raise_file_limit(needed: int) -> int:
+    """Allow this process that many open files, or as many as the system lets it have; returns the limit.
+
+    Not more: it is inherited, and some programs close every file up to the limit when they start.
+    """
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed == resource.RLIM_INFINITY:
+        return sys.maxsize
+    if needed > allowed:
+        allowed = needed if most == resource.RLIM_INFINITY else min(needed, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
+    return allowed

@@ -1,0 +1,133 @@
+"""RUN/nodes.json: the faults of the machines of a run, and which of them are out.
+
+Why: a machine that died, hung or computed wrong numbers must not be used again by the next start, and an operator must
+see which one is out, why, and until when.
+How: the launcher of node 0 is the only writer and replaces the file atomically. It stores every fault, with its time
+and evidence; which machines are out follows from the faults (`launch.slurm.node_exclusion`) and is stored too, for
+readers without this code. Restarts inside the job, `harness status` and the exclusions of a requeued Slurm job read it.
+Findings of the sentinel count if they name ranks of one machine only.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from threading import Lock
+from typing import Any, final
+
+from harness.core.events import Event, Finding, FindingKind
+from harness.core.rundir import RunDir, write_atomically
+from launch.slurm.node_exclusion import (
+    NodeExclusion,
+    NodeFault,
+    NodeFaultKind,
+    exclusions_from_json,
+    find_out_nodes,
+)
+
+MAX_FAULTS = 1000
+BLAMING = {
+    FindingKind.weights_changed: NodeFaultKind.corrupting,
+    FindingKind.replica_mismatch: NodeFaultKind.corrupting,
+    FindingKind.rank_outlier: NodeFaultKind.outlier,
+    FindingKind.slow: NodeFaultKind.slow,
+}
+"""Findings whose ranks point to a machine. Others that name ranks, such as `nonfinite`, come from the data as well."""
+
+
+def node_record_path(run: RunDir) -> Path:
+    return run.path / "nodes.json"
+
+
+def read_node_faults(run: RunDir) -> list[NodeFault]:
+    """All recorded faults, oldest first; none if the file is missing or damaged."""
+    try:
+        faults = json.loads(node_record_path(run).read_text(encoding="utf-8"))["faults"]
+        return [parse_fault(fault) for fault in faults]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def read_out_nodes(run: RunDir) -> list[NodeExclusion]:
+    """The machines that were out when the file was written; none if it is missing or damaged."""
+    try:
+        return list(exclusions_from_json(json.loads(node_record_path(run).read_text(encoding="utf-8"))["out"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def parse_fault(fields: dict[str, Any]) -> NodeFault:
+    return NodeFault(**(fields | {"kind": NodeFaultKind(fields["kind"])}))
+
+
+def faults_of_findings(events: Iterable[Event], hosts: Sequence[str], *, nproc: int, since: float) -> list[NodeFault]:
+    """The faults that the sentinel's findings since a time attribute to a machine; `hosts` has that of each node.
+
+    A machine whose speed recovered after it was slow is not blamed for that.
+    """
+    faults: list[NodeFault] = []
+    for event in events:
+        if not isinstance(event, Finding) or event.time < since or len(hosts) < 2:
+            continue
+        if event.kind is FindingKind.speed_recovered:
+            faults = [fault for fault in faults if fault.kind is not NodeFaultKind.slow]
+        kind, nodes = BLAMING.get(event.kind), {rank // nproc for rank in event.ranks}
+        if kind is not None and len(nodes) == 1 and (node := nodes.pop()) < len(hosts):
+            ranks = ", ".join(map(str, event.ranks))
+            evidence = f"{event.kind} at iteration {event.iteration}, rank {ranks}"
+            faults.append(NodeFault(event.time, hosts[node], event.message, kind, evidence))
+    return faults
+
+
+@final
+class NodeRecord:
+    """The faults of the machines of a run; only node 0 writes them. Safe to use from several threads."""
+
+    def __init__(self, run: RunDir, *, hours: float) -> None:
+        self._run, self._hours = run, hours
+        self._lock = Lock()
+        self._faults = read_node_faults(run)
+
+    def add(self, faults: Iterable[NodeFault]) -> None:
+        """Add faults that are not recorded yet, and write the file."""
+        with self._lock:
+            new = [fault for fault in faults if fault not in self._faults]
+            self._faults = [*self._faults, *new][-MAX_FAULTS:]
+            if new:
+                self._write()
+
+    def mark_returned(self, host: str) -> None:
+        """A lost machine has joined again and passed its health check."""
+        now = time.time()
+        with self._lock:
+            returned = [
+                fault._replace(returned=now)
+                if fault.node == host and fault.kind is NodeFaultKind.lost and fault.returned is None
+                else fault
+                for fault in self._faults
+            ]
+            if returned != self._faults:
+                self._faults = returned
+                self._write()
+
+    def find_out(self) -> dict[str, NodeExclusion]:
+        """The machines that are out now, by name."""
+        with self._lock:
+            found = find_out_nodes(self._faults, now=time.time(), hours=self._hours)
+        return {exclusion.node: exclusion for exclusion in found}
+
+    def _write(self) -> None:
+        out = find_out_nodes(self._faults, now=time.time(), hours=self._hours)
+        content = {
+            "out": [asdict(exclusion) for exclusion in out],
+            "faults": [fault._asdict() for fault in self._faults],
+        }
+        try:
+            write_atomically(node_record_path(self._run), json.dumps(content, indent=1) + "\n")
+        except OSError as error:
+            path = node_record_path(self._run)
+            print(f"harness: warning: cannot write {path}: {error.strerror}", file=sys.stderr, flush=True)

@@ -1,0 +1,67 @@
+"""What a node reports about itself: faults, parsers of nvidia-smi and the kernel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from launch.health import node_facts
+from tests import composed
+from tests.distributed.cases import TINY
+
+HEALTHY = node_facts.NodeFacts(
+    devices=tuple(
+        node_facts.GpuFacts(index=index, free_bytes=80 * 10**9, memory_bytes=85 * 10**9, num_ecc_errors=0)
+        for index in range(2)
+    ),
+    xids=(31,),
+    free_host_bytes=1e12,
+    free_disk_bytes=1e12,
+    is_writable=True,
+)
+
+
+def test_faults_of_a_node() -> None:
+    faulty = replace(HEALTHY.devices[1], free_bytes=10**9, num_ecc_errors=2)
+    cases: list[tuple[node_facts.NodeFacts, list[str]]] = [
+        (HEALTHY, []),
+        (replace(HEALTHY, devices=HEALTHY.devices[:1]), ["has 1 GPUs, expected 2"]),
+        (
+            replace(HEALTHY, devices=(HEALTHY.devices[0], faulty)),
+            ["GPU 1 has 2 uncorrected ECC errors", "GPU 1 has 1 of 85 GB free: another process is on it"],
+        ),
+        (replace(HEALTHY, xids=(31, 79)), ["the driver reported Xid 79 within the last hour"]),
+        (replace(HEALTHY, free_host_bytes=1e9), ["host memory: 1.0 GB free, at least 2 needed"]),
+        (replace(HEALTHY, is_writable=False), ["the run directory cannot be written"]),
+    ]
+    for facts, expected in cases:
+        assert node_facts.find_faults(facts, 2) == expected
+    assert node_facts.find_faults(replace(HEALTHY, devices=()), None) == []
+
+
+def test_a_full_disk_blames_no_node() -> None:
+    """All nodes share the disk of the run directory: excluding the node that reported it would not help."""
+    facts = replace(HEALTHY, free_disk_bytes=1e8, devices=HEALTHY.devices[:1])
+    assert [problem.render() for problem in node_facts.check_facts("n1", facts, 2)] == [
+        "harness: health: node n1: has 1 GPUs, expected 2",
+        "harness: health: seen from node n1: disk in the run directory: 0.1 GB free, at least 2 needed",
+    ]
+    assert node_facts.check_facts("n1", replace(HEALTHY, free_disk_bytes=2e9, free_host_bytes=2e9), 2) == []
+
+
+def test_parse_the_output_of_nvidia_smi_dmesg_and_meminfo() -> None:
+    table = "0, 81000, 81559, 0\n1, 80000, 81559, [N/A]\nNo devices were found\n"
+    first, second = node_facts.parse_devices(table)
+    assert (first.free_bytes, first.num_ecc_errors, second.index, second.num_ecc_errors) == (81000 * 2**20, 0, 1, 0)
+    log = "[  100.5] NVRM: Xid (PCI:0000:3b:00): 79, pid=1\n[ 9000.0] NVRM: Xid (PCI:0000:3b:00): 48, x\n[9001.0] usb\n"
+    assert node_facts.parse_xids(log, 9100.0) == (48,)
+    assert node_facts.free_host_bytes("MemTotal: 9 kB\nMemAvailable:     4 kB\n") == 4096
+
+
+def test_expected_number_of_devices() -> None:
+    def expected(*overrides: str) -> int | None:
+        return node_facts.expected_num_devices(composed.load([*TINY, "launch=slurm", *overrides]))
+
+    assert expected("launch.slurm.gpus_per_node=8") is None, "on cpu"
+    assert expected("parallel.device=auto", "launch.slurm.gpus_per_node=8", "launch.nproc=4") == 8
+    assert expected("parallel.device=auto", "launch.nproc=4") is None
+    assert expected("parallel.device=cuda", "launch.nproc=4") == 4

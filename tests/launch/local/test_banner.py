@@ -1,0 +1,98 @@
+"""The banner of a start names everything that a start decides, and fits into the terminal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness.config.schema import Config
+from harness.core.events import Event, RunEnded, RunStarted, to_json
+from harness.core.rundir import locate
+from launch.local.banner import banner_rows, finished_line, render_banner, sentinel_preset, time_text
+from tests.composed import load
+from tests.sentinel.series import record
+
+LABELS = ["model", "batch", "length", "ranks", "precision", "data", "sentinel", "checkpoints", "time", "run"]
+
+
+def config(runs: Path, *overrides: str) -> Config:
+    return load([f"run.dir={runs}", "run.name=first", *overrides])
+
+
+def started(step: int = 0) -> RunStarted:
+    return RunStarted(time=1.0, iteration=0, world_size=2, num_steps=200, step=step, resumed_from=None)
+
+
+def ended(step: int, exit_code: int = 0) -> RunEnded:
+    return RunEnded(time=2.0, iteration=step, step=step, exit_code=exit_code, reason="all steps done")
+
+
+def write_log(cfg: Config, *events: Event) -> None:
+    run = locate(cfg)
+    run.checkpoints.mkdir(parents=True)
+    (run.checkpoints / "step-00000200-gen-0").mkdir()
+    run.events.write_text("".join(f"{to_json(event)}\n" for event in events))
+
+
+def test_all_rows_of_a_new_run(tmp_path: Path) -> None:
+    rows = banner_rows(config(tmp_path), [], nproc=2, num_nodes=1, is_gpu=False)
+    assert list(rows) == LABELS
+    assert rows["model"] == "tiny, 804k parameters"
+    assert rows["batch"] == "8 sequences of 256 = 2,048 tokens a step"
+    assert rows["length"] == "200 steps, 409,600 tokens"
+    assert rows["ranks"] == "2 ranks, CPU, sharded over 2"
+    assert (rows["precision"], rows["data"], rows["sentinel"]) == ("fp32", "main (embedded)", "default")
+    assert rows["checkpoints"] == "every 100 steps, 2 kept; 3 snapshots in memory, every 10 steps"
+    assert rows["time"] == "not known before the first steps"
+    assert rows["run"] == f"{tmp_path}/first (new)"
+
+
+def test_rows_of_a_larger_run(tmp_path: Path) -> None:
+    cfg = config(tmp_path, "data=mixture", "parallel.replicate=2", "checkpoint.every_minutes=30")
+    rows = banner_rows(cfg, [], nproc=4, num_nodes=2, is_gpu=True)
+    assert rows["ranks"] == "8 ranks, 1 GPU each, 2 nodes, 2 replicas sharded over 4"
+    shared = config(tmp_path, "launch.ranks_per_gpu=4")
+    rehearsal = banner_rows(shared, [], nproc=4, num_nodes=1, is_gpu=True)["ranks"]
+    assert rehearsal == "4 ranks, 4 on each GPU: a rehearsal, collectives go over loopback, sharded over 4"
+    assert rows["data"] == "text (embedded) 50%, synthetic (synthetic) 50%, 1 planned phases"
+    assert rows["checkpoints"].startswith("every 100 steps or every 30 minutes")
+
+
+@pytest.mark.parametrize("width", [60, 130])
+def test_the_banner_fits_into_a_terminal(width: int) -> None:
+    cfg = config(Path("runs"), "data=mixture", "sentinel.detect.gate_sigmas=12")
+    lines = render_banner(cfg, nproc=8, is_gpu=True, width=width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert [line.split()[0] for line in lines if not line.startswith(" ")] == LABELS
+    assert (len(lines) > len(LABELS)) is (width == 60)
+
+
+def test_sentinel_presets_and_changes_are_named() -> None:
+    assert sentinel_preset(load().sentinel) == "default"
+    strict = load(["sentinel=strict"]).sentinel
+    assert sentinel_preset(strict) == "strict"
+    changed = replace(strict, detect=replace(strict.detect, gate_sigmas=12.0))
+    assert sentinel_preset(changed) == "strict with detect.gate_sigmas=12.0"
+
+
+def test_time_comes_from_the_last_start_or_from_the_plan(tmp_path: Path) -> None:
+    cfg = config(tmp_path)
+    step = replace(record(99, 2.0, 1.0), step=100, step_time_s=0.5)
+    assert time_text(cfg, [started(), step], world_size=2, is_gpu=False) == "about 0:50 at the speed of the last start"
+    planned = load(["cluster.peak_tflops=900"])
+    assert time_text(planned, [], world_size=1, is_gpu=True).endswith(" by the plan")
+    assert time_text(planned, [], world_size=1, is_gpu=False) == "not known before the first steps"
+
+
+def test_only_a_finished_run_has_nothing_to_do(tmp_path: Path) -> None:
+    cfg = config(tmp_path)
+    assert finished_line(cfg) == ""
+    write_log(cfg, started(), ended(200))
+    assert finished_line(cfg).startswith(f"{tmp_path}/first: all 200 steps are done; nothing to do.")
+    assert finished_line(config(tmp_path, "train.num_steps=300", "run.resume=changed")) == ""
+    locate(cfg).events.write_text("".join(f"{to_json(event)}\n" for event in (started(), ended(150, exit_code=75))))
+    assert finished_line(cfg) == ""
+    locate(cfg).events.write_text("".join(f"{to_json(event)}\n" for event in (started(), ended(200), started(200))))
+    assert finished_line(cfg) == ""

@@ -1,0 +1,100 @@
+"""Snapshots stay in memory after a crash, and are removed when no start on this machine will need them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_CRASHED, EXIT_DONE, EXIT_HALTED, EXIT_INTERRUPTED
+from harness.core import events, processes, snapshot_files
+from harness.core.events import RunStarted, StepRecord
+from harness.core.rundir import locate
+from launch.local.shared_memory import keeps_snapshots, run_and_clean_up, snapshot_bytes
+from tests.composed import load
+from tests.distributed.cases import TINY
+
+WAIT_S = 240.0
+
+
+@pytest.mark.parametrize(
+    ("code", "environ", "keeps"),
+    [
+        (EXIT_DONE, {}, False),
+        (EXIT_BAD_CONFIG, {}, False),
+        (EXIT_HALTED, {}, False),
+        (EXIT_CRASHED, {}, True),
+        (EXIT_INTERRUPTED, {}, True),
+        (EXIT_CRASHED, {"SLURM_JOB_ID": "7"}, False),
+    ],
+)
+def test_snapshots_stay_only_where_the_next_start_finds_them(code: int, environ: dict[str, str], keeps: bool) -> None:
+    assert keeps_snapshots(code, environ) == keeps
+
+
+def test_the_launcher_removes_snapshots_after_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    cfg = load([*TINY, "run.name=a"])
+    cfg.run.dir, cfg.checkpoint.ring.shared_dir = str(tmp_path), str(tmp_path)
+    folder = snapshot_files.snapshot_folder(tmp_path, locate(cfg).path)
+    snapshot_files.create_folder(folder, locate(cfg).path)
+    (folder / "set-0").mkdir()
+    (folder / "set-0" / "slot-0").write_bytes(b"x" * 4096)
+    assert snapshot_bytes(cfg) == 4096
+    assert run_and_clean_up(cfg, lambda: EXIT_CRASHED) == EXIT_CRASHED
+    assert folder.exists()
+    assert run_and_clean_up(cfg, lambda: EXIT_HALTED) == EXIT_HALTED
+    assert not folder.exists()
+    cfg.checkpoint.ring.shared_dir = None
+    assert snapshot_bytes(cfg) == 0
+    assert run_and_clean_up(cfg, lambda: EXIT_DONE) == EXIT_DONE
+
+
+def children_of(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
+def wait_for_steps(log: Path, count: int) -> None:
+    until_s = time.monotonic() + WAIT_S
+    while time.monotonic() < until_s:
+        if log.is_file() and log.read_text(errors="replace").count('{"event":"step"') >= count:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"{log} has fewer than {count} steps")
+
+
+@pytest.mark.full
+def test_a_restart_and_the_same_command_after_kill_9_resume_from_memory(tmp_path: Path) -> None:
+    """First the ranks are killed, then everything. Nothing was saved to disk: without snapshots the run starts over."""
+    overrides = [
+        "run.name=a",
+        f"run.dir={tmp_path}",
+        "train.num_steps=120",
+        "model.num_layers=1",
+        "launch.nproc=2",
+        "checkpoint.ring.slots=2",
+        "checkpoint.ring.every_steps=4",
+    ]
+    command = processes.command("launch.train", *TINY, *overrides, f"checkpoint.ring.shared_dir={tmp_path}")
+    environment = processes.child_environment() | {"OMP_NUM_THREADS": "1"}
+    environment.pop("SLURM_JOB_ID", None)
+    log = tmp_path / "a" / "events.jsonl"
+    first = subprocess.Popen(command, env=environment, stdout=-3, stderr=-3)
+    wait_for_steps(log, 16)
+    for pid in children_of(first.pid):
+        os.kill(pid, signal.SIGKILL)
+    wait_for_steps(log, 32)
+    for pid in (*children_of(first.pid), first.pid):
+        os.kill(pid, signal.SIGKILL)
+    assert first.wait(WAIT_S) == -signal.SIGKILL
+    last_step = max(event.step for event in events.read(log) if isinstance(event, StepRecord))
+    subprocess.run(command, env=environment, stdout=-3, check=True, timeout=WAIT_S)
+    started = [event for event in events.read(log) if isinstance(event, RunStarted)]
+    assert [event.in_memory for event in started] == [False, True, True]
+    assert 4 <= started[1].step < started[2].step <= last_step
+    assert not list(tmp_path.glob("harness-snapshots-*"))

@@ -1,0 +1,99 @@
+"""Faults of machines: which findings count, what the file holds, and what a damaged file means."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness.core.events import Finding, FindingKind
+from harness.core.rundir import RunDir
+from launch.node_record import NodeRecord, faults_of_findings, node_record_path, read_node_faults, read_out_nodes
+from launch.slurm.node_exclusion import NodeFault, NodeFaultKind
+from tests.drills import logs
+
+HOSTS = ["a", "b", "c"]
+
+
+def finding(kind: FindingKind, *ranks: int, at: float = 100.0) -> Finding:
+    return replace(logs.finding(7, kind, ranks=list(ranks)), time=at)
+
+
+def blamed(*findings: Finding, hosts: list[str] = HOSTS) -> list[tuple[str, NodeFaultKind]]:
+    return [(fault.node, fault.kind) for fault in faults_of_findings(findings, hosts, nproc=4, since=50.0)]
+
+
+def test_findings_that_name_ranks_of_one_machine_blame_it() -> None:
+    assert blamed(finding(FindingKind.weights_changed, 4, 7)) == [("b", NodeFaultKind.corrupting)]
+    assert blamed(finding(FindingKind.replica_mismatch, 11)) == [("c", NodeFaultKind.corrupting)]
+    assert blamed(finding(FindingKind.rank_outlier, 0)) == [("a", NodeFaultKind.outlier)]
+    assert blamed(finding(FindingKind.slow, 5)) == [("b", NodeFaultKind.slow)]
+    (fault,) = faults_of_findings([finding(FindingKind.slow, 5, 6)], HOSTS, nproc=4, since=50.0)
+    assert (fault.reason, fault.evidence, fault.time) == ("odd", "slow at iteration 7, rank 5, 6", 100.0)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        finding(FindingKind.weights_changed, 3, 4),
+        finding(FindingKind.weights_changed),
+        finding(FindingKind.weights_changed, 12),
+        finding(FindingKind.weights_changed, 4, at=49.0),
+        finding(FindingKind.nonfinite, 4),
+        finding(FindingKind.loss_spike, 4),
+    ],
+    ids=["two machines", "no rank", "an unknown rank", "an earlier start", "its batch may be bad", "another kind"],
+)
+def test_other_findings_blame_nobody(found: Finding) -> None:
+    assert blamed(found) == []
+
+
+def test_one_machine_is_never_blamed() -> None:
+    assert blamed(finding(FindingKind.slow, 1), hosts=["a"]) == []
+    assert blamed(finding(FindingKind.slow, 1), hosts=["a", "b"]) == [("a", NodeFaultKind.slow)]
+
+
+def test_a_machine_whose_speed_recovered_is_not_blamed() -> None:
+    slow, recovered = finding(FindingKind.slow, 5), finding(FindingKind.speed_recovered)
+    assert blamed(slow, finding(FindingKind.rank_outlier, 5), recovered) == [("b", NodeFaultKind.outlier)]
+    assert blamed(slow, recovered, slow) == [("b", NodeFaultKind.slow)]
+
+
+def test_faults_are_kept_once_and_a_lost_machine_may_return(tmp_path: Path) -> None:
+    run, now = RunDir(tmp_path), time.time()
+    record = NodeRecord(run, hours=24.0)
+    lost = NodeFault(now, "a", "is gone", NodeFaultKind.lost)
+    record.add([lost, NodeFault(now, "b", "hangs", NodeFaultKind.hung)])
+    record.add([lost])
+    assert len(read_node_faults(run)) == 2
+    assert list(record.find_out()) == [exclusion.node for exclusion in read_out_nodes(run)] == ["a"]
+    record.mark_returned("b")
+    assert read_node_faults(run)[1].returned is None, "only a lost machine returns"
+    record.mark_returned("c")
+    assert list(record.find_out()) == ["a"], "another machine"
+    record.mark_returned("a")
+    returned = read_node_faults(run)[0].returned
+    assert returned is not None
+    record.mark_returned("a")
+    assert read_node_faults(run)[0].returned == returned, "the first time counts"
+    assert record.find_out() == {}
+    assert [fault.returned is not None for fault in NodeRecord(run, hours=24.0)._faults] == [True, False]
+    record.add([lost._replace(time=now + 1.0)])
+    record.mark_returned("a")
+    assert list(record.find_out()) == ["a"], "lost twice"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"faults": [{"node": "a"}], "out": [{"x": 1}]}'])
+def test_a_damaged_file_counts_as_empty(tmp_path: Path, text: str) -> None:
+    run = RunDir(tmp_path)
+    node_record_path(run).write_text(text)
+    assert (read_node_faults(run), read_out_nodes(run)) == ([], [])
+
+
+def test_a_file_that_cannot_be_written_is_one_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = NodeRecord(RunDir(tmp_path / "none"), hours=24.0)
+    record.add([NodeFault(time.time(), "a", "is gone", NodeFaultKind.lost)])
+    assert capsys.readouterr().err.startswith("harness: warning: cannot write ")
+    assert list(record.find_out()) == ["a"]
