@@ -155,6 +155,8 @@ class Batches:
         self._only_source = torch.zeros(most, dtype=torch.int64, device=share.device)
         self._last = -1
         self._returned_s = -math.inf
+        self.wait_s = 0.0
+        """Seconds that the last request took."""
         self._corpus_digest, self._num_digested, self._plan_digest = "", -1, 0
         self._compute_s = 0.0
         """Seconds that the last batch took to compute."""
@@ -163,7 +165,8 @@ class Batches:
     def __getitem__(self, index: int) -> Batch:
         """This rank's share of a batch; an error during its prefetch is raised here."""
         assert index >= 0
-        idle_s = time.perf_counter() - self._returned_s
+        requested_s = time.perf_counter()
+        idle_s = requested_s - self._returned_s
         in_order, self._last = index == self._ledger.next_index(self._last + 1), index
         if len(self._ledger) != self._num_applied:
             self._apply_ledger()
@@ -177,6 +180,7 @@ class Batches:
         if in_order and idle_s > self._compute_s:
             self._prefetch(index)
         self._returned_s = time.perf_counter()
+        self.wait_s = self._returned_s - requested_s
         return batch
 
     def _to_device(self, host_batch: _HostBatch) -> Batch:

@@ -8,19 +8,21 @@ compared.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from harness.config.errors import require
+from harness.config.errors import ConfigError, require
 from harness.config.schema import Config
 from harness.core.rundir import RunDir
 from harness.data.batches import Batches, Share, Source
 from harness.data.corpus.corpora import build_corpus, split
 from harness.data.corpus.corpus import Corpus, SampleShape
 from harness.data.corpus.corpus_record import DataRecord, SourceRecord, later_stretches, read_record
+from harness.data.corpus.document_ends import contains_token, num_searched
 from harness.data.corpus.token_windows import FilesCorpus
 from harness.data.order.ledger import Ledger
 from harness.data.order.mixture import Change, MixtureRecipe
@@ -87,7 +89,7 @@ def open_sources(cfg: Config, record: DataRecord | None = None) -> tuple[list[So
         recorded = None if record is None else record.sources.get(name)
         corpus = open_corpus(cfg, name, seed=seed, recorded=recorded)
         if cfg.data.document_mask:
-            require_documents(corpus)
+            require_documents(name, corpus, cfg.data.eod_token)
         windows = split_windows(corpus, recorded)
         train_samples, held_out_samples = split(windows.num_first, cfg.data.eval_fraction, source=name)
         train.append(Source(name, corpus, train_samples, seed, later_stretches(train_samples, windows.added)))
@@ -118,16 +120,44 @@ def open_corpus(cfg: Config, name: str, *, seed: int, recorded: SourceRecord | N
     shape = SampleShape(cfg.train.sequence_length, cfg.model.vocab_size)
     files = None if recorded is None or not recorded.files else recorded.files
     source = cfg.data.sources[name]
-    return build_corpus(name, source, shape=shape, synthetic=cfg.data.synthetic, seed=seed, files=files)
-
-
-def require_documents(corpus: Corpus) -> None:
-    """Reject a document mask for files without document boundaries: it would mask nothing."""
-    flat = corpus.without_documents if isinstance(corpus, FilesCorpus) else None
-    message = (
-        f"{flat} has no document boundaries; only a .bin with its .idx has them (harness data prepare writes both)"
+    return build_corpus(
+        name,
+        source,
+        shape=shape,
+        synthetic=cfg.data.synthetic,
+        seed=seed,
+        files=files,
+        eod_token=cfg.data.eod_token,
     )
-    require(flat is None, "data.document_mask", f"{message}; prepare the data again, or set this to false")
+
+
+def require_documents(name: str, corpus: Corpus, eod_token: int | None) -> None:
+    """Reject a document mask for a source without document boundaries: it would mask nothing."""
+    flat = corpus.flat_files if isinstance(corpus, FilesCorpus) else []
+    if not flat:
+        return
+    if eod_token is None:
+        advice = "set data.eod_token to the id that ends its documents, prepare it with an .idx (harness data prepare)"
+        message = f"{flat[0].path} has no document boundaries; {advice}, or set this to false"
+        raise ConfigError("data.document_mask", message)
+    files = str(flat[0].path) if len(flat) == 1 else f"{flat[0].path} and {len(flat) - 1} more files"
+    searched = f"the first {num_searched(flat)} tokens of source {name} ({files})"
+    message = f"id {eod_token} does not occur in {searched}, so data.document_mask would keep no documents apart"
+    require(contains_token(flat, eod_token), "data.eod_token", f"{message}; set the id that ends documents there")
+
+
+def describe_eod_token(cfg: Config, sources: Sequence[Source]) -> str:
+    """In which sources `data.eod_token` ends documents, as one line; empty if it is not used."""
+    if cfg.data.eod_token is None or not cfg.data.document_mask:
+        return ""
+    is_used = {
+        source.name: isinstance(source.corpus, FilesCorpus) and bool(source.corpus.flat_files) for source in sources
+    }
+    ended = [name for name, used in is_used.items() if used]
+    ignored = [name for name, used in is_used.items() if not used]
+    parts = [f"{cfg.data.eod_token} ends the documents of {', '.join(ended)}"] if ended else []
+    parts += [f"ignored in {', '.join(ignored)}, with document boundaries of its own"] if ignored else []
+    return "; ".join(parts)
 
 
 def source_seed(cfg: Config, name: str) -> int:

@@ -394,6 +394,28 @@ def test_next_batch_is_prefetched_by_the_thread() -> None:
             assert len(readers) == 4, "each sample is read once"
 
 
+class SlowCorpus(CountingCorpus):
+    """Takes a while to read the rows of a batch."""
+
+    READ_S = 0.05
+
+    def rows(self, indices: NDArray[np.int64]) -> Tokens:
+        time.sleep(self.READ_S)
+        return super().rows(indices)
+
+
+def test_the_wait_for_a_batch_is_measured() -> None:
+    """It is the time of the request, not of the read: a prefetched batch costs no wait."""
+    with _batches(SlowCorpus(num_samples=1000)) as batches:
+        batches[0]
+        assert batches.wait_s >= SlowCorpus.READ_S
+        time.sleep(3 * batches.wait_s)
+        batches[1]
+        _work(batches)
+        batches[2]
+        assert 0 < batches.wait_s < SlowCorpus.READ_S
+
+
 def test_no_prefetch_for_random_access() -> None:
     corpus = CountingCorpus(num_samples=1000)
     with _batches(corpus) as batches:

@@ -12,14 +12,16 @@ import torch
 
 from harness.config.errors import ConfigError
 from harness.config.schema import Config
+from harness.data.batch import IGNORED
 from harness.data.batches import Batches
 from harness.data.corpus.token_files import IndexedWriter
 from harness.data.order.ledger import Ledger
-from harness.data.sources import HELD_OUT_SEED, open_data, source_seed
+from harness.data.sources import HELD_OUT_SEED, describe_eod_token, open_data, source_seed
 from tests.composed import load
 
 CPU = torch.device("cpu")
 MASKED = "data.document_mask=true"
+EOD = 7
 SMALL = ["train.sequence_length=64", "data.synthetic.num_samples=2000"]
 
 
@@ -177,12 +179,72 @@ def test_document_mask_needs_files_with_document_boundaries(ending: str, prefix:
     else:
         tokens.tofile(flat)
     paths = f"data.sources.main.paths=[{prefix},{flat}]"
-    line = rf"^data\.document_mask: {flat} has no document boundaries.*\.idx.*set this to false"
+    line = rf"^data\.document_mask: {flat} has no document boundaries; set data\.eod_token .*\.idx.*set this to false"
     with pytest.raises(ConfigError, match=line) as caught, _opened(load(["data=files", *SMALL, paths, MASKED])):
         pass
     assert "\n" not in str(caught.value)
     with _opened(load(["data=files", *SMALL, paths])):
         pass
+
+
+@pytest.mark.parametrize("ending", ["bin", "npy"])
+def test_eod_token_gives_the_batches_and_masks_of_an_index(ending: str, tmp_path: Path) -> None:
+    prefix, flat = write_twice(tmp_path, ending)
+    indexed = load(["data=files", *SMALL, f"data.sources.main.paths=[{prefix}]", MASKED])
+    ended = load(["data=files", *SMALL, f"data.sources.main.paths=[{flat}]", MASKED, f"data.eod_token={EOD}"])
+    with _opened(indexed) as first, _opened(ended) as second:
+        for part, index in ((0, 0), (0, 17), (0, 1000), (1, 0), (1, 2)):
+            one, other = first[part][index], second[part][index]
+            assert torch.equal(one.inputs, other.inputs)
+            assert torch.equal(one.targets, other.targets)
+            assert one.documents is not None
+            assert other.documents is not None
+            assert torch.equal(one.documents, other.documents)
+            assert (one.targets == IGNORED).any()
+        assert describe_eod_token(indexed, first[0].sources) == ""
+        assert describe_eod_token(ended, second[0].sources) == f"{EOD} ends the documents of main"
+
+
+def test_an_index_wins_over_the_eod_token(tmp_path: Path, prefix: Path) -> None:
+    flat = write_twice(tmp_path, "bin")[1]
+    sources = f"+data.sources={{indexed: {{kind: files, paths: [{prefix}]}}, flat: {{kind: files, paths: [{flat}]}}}}"
+    plain = ["data=base", *SMALL, sources]
+    with (
+        _opened(load(plain)) as (before, _),
+        _opened(cfg := load([*plain, MASKED, f"data.eod_token={EOD}"])) as (now, _),
+    ):
+        for sample in range(100):
+            one, other = (batches.sources[0].corpus.documents(sample) for batches in (before, now))
+            np.testing.assert_array_equal(one, other)
+        line = f"{EOD} ends the documents of flat; ignored in indexed, with document boundaries of its own"
+        assert describe_eod_token(cfg, now.sources) == line
+
+
+def test_an_eod_token_that_does_not_occur_is_an_error_only_with_a_mask(tmp_path: Path) -> None:
+    flat = write_twice(tmp_path, "bin")[1]
+    absent = ["data=files", *SMALL, f"data.sources.main.paths=[{flat}]", "data.eod_token=255"]
+    with _opened(load(absent)):
+        pass
+    with pytest.raises(ConfigError) as caught, _opened(load([*absent, MASKED])):
+        pass
+    expected = f"id 255 does not occur in the first {flat.stat().st_size // 2} tokens of source main ({flat}), so "
+    assert str(caught.value).startswith(f"data.eod_token: {expected}data.document_mask would keep no documents apart;")
+
+
+def write_twice(directory: Path, ending: str) -> tuple[Path, Path]:
+    """One corpus of documents that end with EOD: with an index, and as a flat file. The last document has no end."""
+    draw = np.random.default_rng(1)
+    documents = [np.append(draw.integers(EOD + 1, 200, size=draw.integers(0, 150)), EOD) for _ in range(600)]
+    documents[-1] = documents[-1][:-1]
+    with IndexedWriter(directory / "indexed", np.dtype("uint16")) as writer:
+        for document in documents:
+            writer.add(document)
+    flat, tokens = directory / f"flat.{ending}", np.concatenate(documents).astype(np.uint16)
+    if ending == "npy":
+        np.save(flat, tokens)
+    else:
+        tokens.tofile(flat)
+    return directory / "indexed", flat
 
 
 def test_without_evaluation_too_little_held_out_data_is_allowed() -> None:

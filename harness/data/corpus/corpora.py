@@ -46,10 +46,12 @@ def build_corpus(
     synthetic: SyntheticConfig,
     seed: int,
     files: Sequence[FileRecord] | None = None,
+    eod_token: int | None = None,
 ) -> Corpus:
     """Open the corpus of a source; all its token ids are below the vocabulary size.
 
     `files` are the files recorded by the run, whose sizes must not have changed; None: the files that exist now.
+    `eod_token` ends each document of a file without an index; None: such a file is one document.
     """
     length, vocab_size = shape
     match source.kind:
@@ -64,7 +66,7 @@ def build_corpus(
             for file, record in zip(opened, files or [], strict=False):
                 message = f"{file.path}: had {record.num_bytes} bytes when the run recorded it, now {file.num_bytes}"
                 require(file.num_bytes == record.num_bytes, key, message)
-            return FilesCorpus(opened, shape=shape, key=key)
+            return FilesCorpus(opened, shape=shape, key=key, eod_token=eod_token)
 
 
 def split(num_samples: int, eval_fraction: float, *, source: str) -> tuple[range, range]:

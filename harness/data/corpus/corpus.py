@@ -27,6 +27,7 @@ class SampleOrigin(NamedTuple):
     first_token: int
     """Position in the file of the sample's first token."""
     first_document: int
+    """Number in the file; 0 if `data.eod_token` ends documents: then they are counted from the sample's first one."""
     last_document: int
     """Inclusive."""
 

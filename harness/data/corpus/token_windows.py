@@ -4,7 +4,8 @@ Why: opening must be cheap, and a token id outside the vocabulary must stop the 
 a device-side assertion.
 How: files are cut into windows of `sequence_length + 1` tokens that share one token, never across files; a sample is
 found by bisection over the files. Ids are checked against the vocabulary when a file is opened if `harness data
-prepare` left a report beside it, and otherwise in every sample that is read, in the thread that reads it.
+prepare` left a report beside it, and otherwise in every sample that is read, in the thread that reads it. The documents
+of a file come from its index, or without an index from `data.eod_token` (`harness.data.corpus.document_ends`).
 Left out: the tokens of a file after its last full window.
 """
 
@@ -13,7 +14,6 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from itertools import accumulate
-from pathlib import Path
 from typing import final
 
 import numpy as np
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from harness.config.errors import ConfigError, require
 from harness.data.corpus.corpus import MIN_SAMPLES, SampleOrigin, SampleShape, Tokens, digest
+from harness.data.corpus.document_ends import number_documents
 from harness.data.corpus.token_files import NUM_PROBES, TokenFile, probes_per_file
 
 
@@ -28,9 +29,10 @@ from harness.data.corpus.token_files import NUM_PROBES, TokenFile, probes_per_fi
 class FilesCorpus:
     """Windows of each file in turn; tokens after the last full window of a file are not read."""
 
-    def __init__(self, files: list[TokenFile], *, shape: SampleShape, key: str) -> None:
+    def __init__(self, files: list[TokenFile], *, shape: SampleShape, key: str, eod_token: int | None = None) -> None:
         self._files = files
         self._length = shape.sequence_length
+        self._eod_token = eod_token
         self._key = key
         self.vocab_size = shape.vocab_size
         num_windows = [max(0, file.num_tokens - 1) // self._length for file in files]
@@ -61,7 +63,10 @@ class FilesCorpus:
 
     def documents(self, index: int) -> NDArray[np.int32]:
         number, first = self._window(index)
-        file, begins = self._files[number], np.zeros(self._length + 1, dtype=np.int32)
+        file = self._files[number]
+        if self._eod_token is not None and not file.has_documents:
+            return number_documents(file.read(first, self._length + 1), self._eod_token)
+        begins = np.zeros(self._length + 1, dtype=np.int32)
         document, _, end = file.document_at(first)
         while end < first + self._length + 1:
             begins[end - first] = 1
@@ -72,6 +77,8 @@ class FilesCorpus:
     def origin(self, index: int) -> SampleOrigin:
         number, first = self._window(index)
         file = self._files[number]
+        if self._eod_token is not None and not file.has_documents:
+            return SampleOrigin(str(file.path), first, 0, int(self.documents(index)[-1]))
         documents = (file.document_at(position)[0] for position in (first, first + self._length))
         return SampleOrigin(str(file.path), first, *documents)
 
@@ -80,9 +87,9 @@ class FilesCorpus:
         return self._ends[num_files - 1] if num_files else 0
 
     @property
-    def without_documents(self) -> Path | None:
-        """The first file without document boundaries; None: all have them."""
-        return next((file.path for file in self._files if not file.has_documents), None)
+    def flat_files(self) -> list[TokenFile]:
+        """The files without an index."""
+        return [file for file in self._files if not file.has_documents]
 
     def token_counts(self) -> NDArray[np.int64] | None:
         total = np.zeros(self.vocab_size, dtype=np.int64)
@@ -96,7 +103,9 @@ class FilesCorpus:
 
     def fingerprint(self) -> str:
         num_probes = probes_per_file(NUM_PROBES, len(self._files))
-        return digest("".join(file.fingerprint(num_probes) for file in self._files).encode(), self._length)
+        ends_documents = self._eod_token is not None and bool(self.flat_files)
+        parameters = (self._length, self._eod_token) if ends_documents else (self._length,)
+        return digest("".join(file.fingerprint(num_probes) for file in self._files).encode(), *parameters)
 
     def _rows_of(self, number: int, windows: NDArray[np.int64]) -> Tokens:
         """Windows of one file, with their ids checked; one fancy index into the map reads them all."""

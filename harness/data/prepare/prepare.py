@@ -206,9 +206,11 @@ def tokenize(job: TokenizeJob, *, num_workers: int, shard_bytes: int, progress: 
             raise ConfigError("", outcome)
         result.num_tokens += outcome
         progress("tokenizing", position_bytes, reader.num_bytes)
+        check_interrupt()
 
-    with worker_pool(num_workers) as pool:
+    with deferred_interrupt() as check_interrupt, worker_pool(num_workers) as pool:
         for shard in reader.shards(shard_bytes):
+            check_interrupt()
             path, key = part_path(job.output, shard.number), part_key(shard, job.identity)
             result.parts.append(path)
             while len(digests) < shard.records[-1].file:  # hash files that were just read and are still in page cache
@@ -318,6 +320,33 @@ def join_parts(job: TokenizeJob, result: TokenizeResult, files: CorpusFiles) -> 
         "counts": files.counts.name,
         "report": asdict(report),
     }
+
+
+@contextmanager
+def deferred_interrupt() -> Iterator[Callable[[], None]]:
+    """Yield a function that raises `KeyboardInterrupt` if Ctrl-C was pressed. Pressed again, it is raised at once.
+
+    An exception while the pool holds one of its locks would leave a pool that never shuts down.
+    """
+    pressed = threading.Event()
+
+    def on_interrupt(*_: object) -> None:
+        if pressed.is_set():
+            raise KeyboardInterrupt
+        pressed.set()
+
+    def check() -> None:
+        if pressed.is_set():
+            raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # which alone can handle signals
+        yield check
+        return
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

@@ -95,7 +95,7 @@ def test_file_that_changes_during_a_run_is_named(tmp_path: Path) -> None:
 
 
 def test_opening_does_not_depend_on_the_size(tmp_path: Path) -> None:
-    """Two billion tokens in a sparse file; scanning or copying them would need gigabytes."""
+    """Two billion tokens in a sparse file; scanning or copying them would need memory_text."""
     num_tokens = 2**31
     for name in ("flat.bin", "corpus.bin"):
         with (tmp_path / name).open("wb") as file:

@@ -104,7 +104,7 @@ def test_repaired_order_keeps_the_limit_that_the_plain_order_violates() -> None:
     assert sum(changed) <= 2 * sum(violating) + 5, "a moved sample touches two batches, and all others stay"
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(
     num_samples=st.integers(40, 150),
     num_rare=st.integers(0, 30),
@@ -265,7 +265,7 @@ AMENDMENTS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(seed=st.integers(0, 50), amendments=AMENDMENTS, limit=st.integers(2, 3))
 def test_reweighting_keeps_what_was_read_and_every_epoch_a_permutation(
     seed: int, amendments: list[tuple[int, int, float]], limit: int
@@ -297,7 +297,7 @@ def test_reweighting_keeps_what_was_read_and_every_epoch_a_permutation(
         assert mixed.batch(again, changes, index) == expected, "batches can be computed in any order"
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(seed=st.integers(0, 50), batch=st.integers(5, 60), weight=st.sampled_from([0.5, 7.0]), limit=st.integers(2, 3))
 def test_the_limit_holds_after_a_reweighting_where_it_can_be_kept(
     seed: int, batch: int, weight: float, limit: int
