@@ -26,6 +26,7 @@ from harness.sentinel.detect.guards import (
     WeightGuard,
     broken_groups,
 )
+from harness.sentinel.detect.learning import LearningGuard
 from harness.sentinel.detect.loss_curve import CurveWatch
 from harness.sentinel.detect.second_moment import MomentGuard
 from harness.sentinel.detect.step_time import SpeedGuard
@@ -45,6 +46,10 @@ class Detectors:
     ranges: RangeGuard = field(default_factory=RangeGuard)
     speed: SpeedGuard = field(default_factory=SpeedGuard)
     ranks: RankGuard = field(default_factory=RankGuard)
+    learning: LearningGuard = field(default_factory=LearningGuard)
+    sparse: DetectConfig | None = None
+    """`cfg` with numbers of rows for `sparse_interval`; derived, not part of the state."""
+    sparse_interval: int = 0
 
     def observe(self, record: ReducedRecord) -> list[Finding]:
         """Return the findings of one record, given all earlier ones."""
@@ -65,7 +70,10 @@ class Detectors:
         if math.isfinite(record.lr):
             found += self.rate.observe(record)
         if not broken:
-            found += self.curves.observe(record, self.cfg, float(self.rate.rising or record.in_planned_change))
+            warming = float(self.rate.rising or record.in_planned_change)
+            found += self.curves.observe(record, self._curve_config(), warming)
+            if self.learning.is_judged:
+                found += self.learning.observe(record)
         if record.param_norm is not None or record.group_param_norms:
             found += self.weights.observe(record)
         if record.v_norm is not None or record.square_ratio is not None:
@@ -75,6 +83,15 @@ class Detectors:
         if record.median_step_s:
             found += self.speed.observe(record)
         return found
+
+    def _curve_config(self) -> DetectConfig:
+        """The config with numbers of rows that fit the steps between rows."""
+        interval = round(self.curves.interval)
+        if interval < loss_curve.SPARSE_INTERVAL:
+            return self.cfg
+        if self.sparse is None or interval != self.sparse_interval:
+            self.sparse, self.sparse_interval = loss_curve.scale_rows(self.cfg, interval), interval
+        return self.sparse
 
     def expect_lr_change(self) -> None:
         """The learning rate is about to change on purpose: raise no lr_jump for the next `EXPECTED_ROWS`."""
@@ -108,6 +125,7 @@ PARTS: dict[str, Any] = {
     "ranges": RangeGuard,
     "speed": SpeedGuard,
     "ranks": RankGuard,
+    "learning": LearningGuard,
 }
 
 

@@ -14,7 +14,9 @@ from typing import final
 
 from harness.core.events import Finding, FindingKind, RankSpread, ReducedRecord
 
-DRIFT_STEPS, DRIFT_FACTOR, DRIFT_PROBES = 200, 2.0, 10
+DRIFT_STEPS, DRIFT_FACTOR, DRIFT_PROBES, FASTER = 200, 2.0, 10, 1.5
+"""Window of weight drift, in steps; factor of the norm within it; probes in it; factor on the growth per step before
+the window, up to which a growing norm is still learning."""
 SETTLED_STEPS = 100
 """Steps before norms of weights and moments are compared with anything: they start near zero."""
 JUMP_OF_PEAK, JUMP_OF_VALUE, EXPECTED_ROWS = 0.1, 0.2, 50
@@ -81,26 +83,23 @@ class NonfiniteGuard:
 @dataclass(slots=True)
 class WeightGuard:
     probes: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    """Step and norm of each layer group over the last `DRIFT_STEPS`, oldest first."""
+    """Step and norm of each layer group over the last two windows of `DRIFT_STEPS`, oldest first."""
     raised: list[str] = field(default_factory=list)
 
     def observe(self, record: ReducedRecord) -> Iterator[Finding]:
-        """Layer groups whose weight norm doubled or halved within 200 steps."""
+        """Layer groups whose weight norm doubled or halved within 200 steps. An update changes a norm by a limited
+        amount, so a norm that began small doubles while it learns: growth that is no faster than before is no drift."""
         norms = record.group_param_norms or ({} if record.param_norm is None else {"all": record.param_norm})
         norms = {name: norm for name, norm in norms.items() if math.isfinite(norm) and norm > 0}
-        if not norms or record.step < SETTLED_STEPS:
+        if not norms:
             return
-        self.probes = [probe for probe in self.probes if record.step - DRIFT_STEPS <= probe[0] < record.step]
-        factors = {
-            name: max(
-                (max(norm / old, old / norm) for _, probe in self.probes if (old := probe.get(name))), default=1.0
-            )
-            for name, norm in norms.items()
-        }
+        self.probes = [probe for probe in self.probes if record.step - 2 * DRIFT_STEPS <= probe[0] < record.step]
+        factors = {name: self._drift(name, norm, record.step) for name, norm in norms.items()}
         drifting = [name for name, factor in factors.items() if factor > DRIFT_FACTOR]
         fresh = [name for name in drifting if name not in self.raised]
         self.raised = drifting
-        if not self.probes or record.step - self.probes[-1][0] >= DRIFT_STEPS // DRIFT_PROBES:
+        last = self.probes[-1][0] if self.probes else -DRIFT_STEPS
+        if record.step - last >= DRIFT_STEPS // DRIFT_PROBES or last < SETTLED_STEPS <= record.step:
             self.probes.append((record.step, norms))
         if fresh:
             worst = max(fresh, key=lambda name: factors[name])
@@ -108,6 +107,28 @@ class WeightGuard:
             finding = make_finding(FindingKind.weight_drift, record, factors[worst], DRIFT_FACTOR, message)
             finding.groups = fresh
             yield finding
+
+    def _drift(self, name: str, norm: float, step: int) -> float:
+        """Largest factor between the norm of a group and one within the window, unless the group is still learning."""
+        first = max(step - DRIFT_STEPS, SETTLED_STEPS)
+        largest = 1.0
+        for at, probe in self.probes:
+            old = probe.get(name)
+            if at < first or old is None:
+                continue
+            factor = max(norm / old, old / norm)
+            is_learning = norm > old and (norm - old) / (step - at) <= FASTER * self._growth_before(name, at)
+            if factor > largest and not (factor > DRIFT_FACTOR and is_learning):
+                largest = factor
+        return largest
+
+    def _growth_before(self, name: str, step: int) -> float:
+        """Growth of a norm per step in the window before a step; 0 if it is not known or the norm shrank."""
+        earlier = [probe for probe in self.probes if step - DRIFT_STEPS <= probe[0] <= step and probe[1].get(name)]
+        if not earlier or earlier[-1][0] - earlier[0][0] < DRIFT_STEPS // DRIFT_PROBES:
+            return 0.0
+        (first, old), (last, new) = earlier[0], earlier[-1]
+        return max(0.0, (new[name] - old[name]) / (last - first))
 
 
 @final

@@ -7,6 +7,8 @@ One row counts at most `row_sigmas`, so a spike takes two rows. If rows are seve
 between them, and one extreme row is enough. If gradient norms are logged, they must rise too: new data shifts the loss,
 not the gradients. Slow changes are detected on block means: if the minimum of the last blocks is above the maximum of
 those before, the level shifted; blocks that keep rising, or stay far above and do not fall, are a divergence.
+If rows are many steps apart, the baseline spans fewer of them (`scale_rows`): else its level and memory lag behind the
+steep start of a run, and spikes there stay below them.
 Left out: the values of rejected updates; they change nothing here.
 """
 
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, final
 
@@ -44,6 +46,12 @@ NUM_RISING, NUM_FLOOR, NUM_CEILING, NUM_FAR, NUM_FALLING = 8, 8, 12, 4, 3
 """Numbers of blocks: that rise; whose minimum is compared; whose maximum it is compared with; that stay far above; that
 fall if a spike recovers."""
 NUM_BLOCKS, LEAST_BLOCK_ROWS = 40, 5
+INTERVAL_ROWS = 16.0
+"""Rows averaged in the interval."""
+SPARSE_INTERVAL = 8
+"""Steps between rows from which the rows of the baseline are scaled. At 5 steps that found no more events."""
+LEAST_SCALED_ROWS = {"level_rows": 12, "memory_rows": 60, "spread_rows": 40, "warmup_rows": 20}
+"""Rows that sparse logs keep at least; chosen on the tuning logs."""
 LEAST_QUIET_ROWS = 3
 """Minimum rows that end a spike. If rows are many steps apart, fewer rows make a block or end a spike."""
 SHIFT_SIGMAS, RISE_SIGMAS, FALL_SIGMAS = 2.0, 3.0, 0.5
@@ -163,13 +171,13 @@ class CurveWatch:
             return None
         self.spiking, self.quiet = True, 0
         limit = math.exp(level + cfg.slack_sigmas * spread * wide)
-        message = f"loss {record.loss:.4g} is {rise / spread:.1f} sigmas above its level of {math.exp(level):.4g}"
+        message = f"loss {record.loss:.4g} is {rise / spread:.1f} sigma above normal ({math.exp(level):.4g})"
         return self._make_finding(FindingKind.loss_spike, record, self.onset, limit, message)
 
     def _fill_block(self, record: ReducedRecord, cfg: DetectConfig, steps: int) -> bool:
         """Add a row to the current block; returns whether the block is full."""
         if steps > 0 and steps != self.interval:
-            self.interval += (min(float(steps), 4.0 * self.interval) - self.interval) / 16.0
+            self.interval = next_interval(self.interval, steps, num_rows=self.loss[0])
         if not self.block:
             wanted = max(LEAST_BLOCK_ROWS, round(cfg.divergence_rows / NUM_RISING / self.interval))
             self.block = [record.iteration, wanted, 0, 0.0]
@@ -245,6 +253,28 @@ class CurveWatch:
     def _forget(self) -> None:
         self.sum, self.spiking, self.quiet = 0.0, False, 0
         self.blocks, self.block, self.slow, self.slow_quiet = [], [], "", 0
+
+
+def scale_rows(cfg: DetectConfig, interval: int) -> DetectConfig:
+    """The config for rows that are `interval` steps apart. The memory and the first rows span as many steps as before.
+    Averages over fewer rows are noisier, so level and spread span more steps than before, by the root of the
+    interval."""
+    rows = {
+        "level_rows": cfg.level_rows / math.sqrt(interval),
+        "memory_rows": cfg.memory_rows / interval,
+        "spread_rows": cfg.spread_rows / math.sqrt(interval),
+        "warmup_rows": cfg.warmup_rows / interval,
+    }
+    least = {name: min(getattr(cfg, name), LEAST_SCALED_ROWS[name]) for name in rows}
+    return replace(cfg, **{name: max(least[name], round(num)) for name, num in rows.items()})
+
+
+def next_interval(interval: float, steps: int, *, num_rows: float) -> float:
+    """Mean number of steps between rows. A long gap, as at a restart, counts little; in the first rows there is none to
+    compare it with."""
+    if num_rows <= INTERVAL_ROWS:
+        return interval + (steps - interval) / max(num_rows - 1.0, 1.0)
+    return interval + (min(float(steps), 4.0 * interval) - interval) / INTERVAL_ROWS
 
 
 def slow_change(means: list[float], spread: float) -> str:

@@ -50,8 +50,8 @@ def pack_report(
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """Host-side facts of a step, stored when it was issued. Equal on all ranks, except `posted_s`, `memory_bytes` and
-    `batch`, which are of this rank and only logged."""
+    """Host-side facts of a step, stored when it was issued. Equal on all ranks, except `posted_s`, `memory_bytes`,
+    `loader_wait_s` and `batch`, which are of this rank and only logged."""
 
     iteration: int
     cursor: int
@@ -69,6 +69,8 @@ class HostFacts:
     """Distance from a rank to the rank whose row it also read, if rows were compared."""
     in_planned_change: bool = False
     """Whether the batch lies within the window after a planned change; equal on all ranks."""
+    loader_wait_s: float | None = None
+    """Seconds for which this rank waited for its batch; None: not measured."""
 
 
 def unpack_report(
@@ -112,6 +114,7 @@ def unpack_report(
         z_loss=scalars["z_loss"] / tokens,
         loss_scale=scale if dynamic_scale else None,
         memory_bytes=facts.memory_bytes,
+        loader_wait_s=facts.loader_wait_s,
         group_grad_norms={name: _root(square) / divisor for name, square in group_squares},
         source_losses={name: loss / count for name, loss, count in source_sums if count > 0},
         bounds={"loss": loss_bound, "grad_norm": grad_bound},

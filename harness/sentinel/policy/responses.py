@@ -15,6 +15,7 @@
 | fp8_range | bf16 for a while, nothing restored | as a known cause: restore, blame no batch, then bf16 |
 | weights_changed | rewind, blame no batch | |
 | replica_mismatch, data_mismatch | halt | |
+| never_learned | nothing: there is no good state to restore; for humans | |
 | slow, speed_recovered, duplicate_batch | nothing: for humans | |
 
 The held-out loss is checked (`harness.sentinel.policy.held_out_level`) at a loss spike without a known cause, and

@@ -9,6 +9,7 @@ import pytest
 
 from harness.core.events import Finding, FindingKind, StepRecord
 from harness.sentinel.detect.detectors import Detectors
+from harness.sentinel.detect.fp8_range import RangeGuard
 from harness.sentinel.detect.guards import STUCK_ROWS, RateGuard, ScaleGuard, rank_distances
 from harness.sentinel.detect.loss_curve import loud_ranks, slow_change
 from tests.sentinel.series import config, kinds, record
@@ -251,6 +252,15 @@ class TestGuards:
         again = [*rows[:2], of(112, a=1.5, b=1.0), of(114, a=3.0, b=1.0)]
         assert [each.step for each in watch(again)] == [110, 114]
 
+    def test_a_drift_finding_states_the_group_that_changed_most(self) -> None:
+        rows = [
+            record(step, 3.0, group_param_norms=norms)
+            for step, norms in ((100, {"a": 1.0, "b": 1.0, "c": 1.0}), (110, {"a": 2.5, "b": 4.0, "c": 3.0}))
+        ]
+        (finding,) = watch(rows)
+        assert (finding.groups, finding.value) == (["a", "b", "c"], 4.0)
+        assert finding.message == "weight norm of b changed by a factor of 4.00 within 200 steps"
+
     def test_lr_jumps_are_detected_from_the_twentieth_row_on(self) -> None:
         def rates(num: int) -> list[StepRecord]:
             return [record(step, 3.0, lr=1e-3) for step in range(num)] + [record(num, 3.0, lr=2e-3)]
@@ -323,6 +333,13 @@ class TestGuards:
             assert guard.observe(record(step, 3.0, lr=rate)) == []
             assert guard.rising is rising
 
+    def test_rejected_finite_updates_are_no_overflows(self) -> None:
+        rows = [record(step, 3.0, 9.0, refused=True, loss_scale=64.0) for step in range(3 * STUCK_ROWS)]
+        guard = ScaleGuard()
+        assert [found for row in rows for found in guard.observe(row)] == []
+        applied = [record(step, 3.0, math.inf, loss_scale=64.0) for step in range(3 * STUCK_ROWS)]
+        assert [found for row in applied for found in guard.observe(row)] == []
+
     def test_a_scale_of_one_that_does_not_move_is_stuck_and_not_below_one(self) -> None:
         rows = [record(step, 3.0, math.inf, refused=True, loss_scale=1.0) for step in range(STUCK_ROWS + 1)]
         guard = ScaleGuard()
@@ -359,3 +376,73 @@ class TestMoments:
     def test_a_burst_is_raised_once_while_it_lasts(self) -> None:
         rows = [record(100 + step, 3.0, square_ratio=5.0 if step in (1, 2, 4) else 1.0) for step in range(6)]
         assert [finding.step for finding in watch(rows)] == [101, 104]
+
+
+class TestRangeGuard:
+    """By default 25 % of the values of a group may underflow, and 50 % of the tensors of a role may saturate."""
+
+    def find(self, *probes: tuple[dict[str, float], dict[str, float]], **facts: Any) -> list[Finding]:
+        """Findings of probes ten iterations apart, each with the underflow of groups and the saturation of roles."""
+        guard, found = RangeGuard(), list[Finding]()
+        for place, (underflow, saturated) in enumerate(probes):
+            health: dict[str, Any] = {role: {"saturated": share} for role, share in saturated.items()}
+            row = record(10 * place + 1, **{"loss": 3.0, "fp8": health, "fp8_underflow": underflow, **facts})
+            found += guard.observe(row, CFG)
+        return found
+
+    @pytest.mark.parametrize(("share", "num"), [(0.25, 0), (0.2501, 1)])
+    def test_underflow_above_a_quarter(self, share: float, num: int) -> None:
+        assert len(self.find(({"a": share}, {}))) == num
+
+    @pytest.mark.parametrize(("share", "num"), [(0.5, 0), (0.5001, 1)])
+    def test_saturation_above_a_half(self, share: float, num: int) -> None:
+        assert len(self.find(({}, {"gradients": share}))) == num
+
+    @pytest.mark.parametrize(("share", "num"), [(0.125, 2), (0.1251, 1)])
+    def test_underflow_at_half_of_its_bound_is_clean(self, share: float, num: int) -> None:
+        assert len(self.find(({"a": 0.3}, {}), ({"a": share}, {}), ({"a": 0.3}, {}))) == num
+
+    @pytest.mark.parametrize(("share", "num"), [(0.25, 2), (0.2501, 1)])
+    def test_saturation_at_half_of_its_bound_is_clean(self, share: float, num: int) -> None:
+        assert len(self.find(({}, {"a": 0.6}), ({}, {"a": share}), ({}, {"a": 0.6}))) == num
+
+    def test_a_share_that_is_not_raised_must_exceed_the_whole_bound(self) -> None:
+        (first, second) = self.find(({"a": 0.3, "b": 0.2}, {}), ({"a": 0.3, "b": 0.3}, {}))
+        assert (first.groups, second.groups) == (["a"], ["b"]), "0.2 of b was within the bound"
+
+    def test_the_largest_shares_come_first_and_four_are_named(self) -> None:
+        shares = {"a": 0.3, "b": 0.9, "c": 0.5, "d": 0.6, "e": 0.4, "f": 0.1}
+        (finding,) = self.find((shares, {}))
+        assert (finding.groups, finding.value, finding.bound) == (["b", "d", "c", "e", "a"], 0.9, 0.25)
+        assert finding.message == "90% of the values of b, d, c, e and 1 more underflow to zero in fp8, above 25%"
+        del shares["a"]
+        (finding,) = self.find((shares, {}))
+        assert finding.message == "90% of the values of b, d, c, e underflow to zero in fp8, above 25%"
+
+    def test_saturation_alone_states_its_own_bound(self) -> None:
+        (finding,) = self.find(({"a": 0.1}, {"weights": 0.6, "gradients": 0.75}))
+        assert (finding.groups, finding.value, finding.bound) == ([], 0.75, 0.5)
+        assert finding.message == "75% of the tensors of gradients, weights saturate in fp8, above 50%"
+
+    def test_the_onset_follows_the_last_clean_probe(self) -> None:
+        clean, high = {"a": 0.1}, {"a": 0.3}
+        assert [each.onset for each in self.find((high, {}))] == [1]
+        assert [each.onset for each in self.find((clean, {}), (high, {}))] == [2]
+        found = self.find((clean, {}), (high, {}), (clean | {"b": 0.3}, {}), (high, {}))
+        assert [each.onset for each in found] == [2, 2, 2], "a probe with another finding is not clean"
+        found = self.find((clean, {}), (high, {}), ({"a": 0.2}, {}), ({"a": 0.2, "b": 0.3}, {}))
+        assert [each.onset for each in found] == [2, 2], "nor is one with a share that is not clean again"
+
+    @pytest.mark.parametrize("facts", [{"loss": math.inf}, {"grad_norm": math.inf}, {"loss": math.nan}])
+    def test_a_nonfinite_step_raises_no_fp8_range(self, facts: dict[str, float]) -> None:
+        assert self.find(({"a": 0.9}, {"weights": 0.9}), **facts) == []
+
+    def test_infinite_loss_and_gradient_norm_of_the_same_sign_raise_no_fp8_range(self) -> None:
+        assert self.find(({"a": 0.9}, {}), loss=math.inf, grad_norm=math.inf) == []
+
+    def test_a_step_without_a_probe_changes_nothing(self) -> None:
+        guard = RangeGuard(raised=["a"], clean_until=7)
+        assert list(guard.observe(record(9, 3.0, in_fp8=True), CFG)) == []
+        assert (guard.raised, guard.clean_until) == (["a"], 7)
+        assert list(guard.observe(record(9, 3.0, in_fp8=False), CFG)) == []
+        assert (guard.raised, guard.clean_until) == ([], 9)

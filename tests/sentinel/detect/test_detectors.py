@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from harness.core.events import Finding, FindingKind, StepRecord
 from harness.sentinel.detect.detectors import Detectors
+from harness.sentinel.detect.loss_curve import scale_rows
 from tests.sentinel.series import config, kinds, losses, norms, record, records
 
 CFG = config()
@@ -191,6 +193,40 @@ def test_a_group_whose_norm_doubles_drifts() -> None:
     (finding,) = watch(rows)
     assert (finding.kind, finding.groups) == (FindingKind.weight_drift, ["head"])
     assert 640 <= finding.step <= 680
+
+
+HEAD_NORMS = (
+    *(3.64, 5.67, 9.33, 10.77, 11.53, 12.07, 12.93, 13.8, 14.79, 15.98, 17.22, 18.27, 19.45, 20.69, 21.91, 23.24),
+    *(24.61, 25.65, 26.69, 27.79, 28.69),
+)
+"""Norm of the output head at steps 1, 21, ... of a run of the defaults with 8,000 steps."""
+
+
+@pytest.mark.parametrize("gain", [1.0, 1.2])
+def test_a_head_that_learns_does_not_drift(gain: float) -> None:
+    """The head begins small and grows by about the same amount per step. In this run it nearly doubles from step 101 to
+    301; with 20 % more growth per step from there on it more than doubles."""
+    norms = [*HEAD_NORMS[:6], *(HEAD_NORMS[5] + gain * (norm - HEAD_NORMS[5]) for norm in HEAD_NORMS[6:])]
+    rows = [record(1 + 20 * place, 3.0, group_param_norms={"head": norm}) for place, norm in enumerate(norms)]
+    assert (norms[15] / norms[5] > 2) == (gain > 1)
+    assert watch(rows) == []
+
+
+def test_growth_faster_than_before_drifts() -> None:
+    """From step 101 on the head grows three times as fast as before."""
+    rows = [
+        record(step, 3.0, group_param_norms={"head": 3.64 + 0.05 * (step + 2 * max(0, step - 101))})
+        for step in range(1, 400, 20)
+    ]
+    (finding,) = watch(rows)
+    assert (finding.kind, finding.groups) == (FindingKind.weight_drift, ["head"])
+    assert 141 <= finding.step <= 201
+
+
+def test_a_norm_that_shrinks_as_fast_as_before_drifts() -> None:
+    """As with a weight decay that is too strong from the first step."""
+    rows = [record(step, 3.0, group_param_norms={"head": 0.5 ** (step / 150)}) for step in range(1, 400, 20)]
+    assert kinds(watch(rows)) == ["weight_drift"]
 
 
 def test_a_second_moment_that_is_stale_or_gone() -> None:
@@ -459,3 +495,44 @@ def test_a_state_is_a_copy() -> None:
     restored = Detectors.restore(CFG, state)
     watch([record(step, 9.0) for step in range(200, 300)], restored)
     assert json.dumps(state) == kept
+
+
+def test_a_spike_of_the_steep_start_is_found_in_a_sparse_log() -> None:
+    """The level of as many rows as in a dense log lags behind, and the spike stays below it."""
+    random = Random(0)
+    rows = [
+        record(step, (4.2 + 8.0 * math.exp(-step / 180)) * math.exp(random.gauss(0, 0.009)))
+        for step in range(1, 1500, 10)
+    ]
+    assert watch(rows) == []
+    for row in rows:
+        if 600 <= row.step < 700:
+            row.loss *= 1.0 + 0.2 * math.exp(-(row.step - 600) / 60)
+    (finding,) = watch(rows)
+    assert finding.kind is FindingKind.loss_spike
+    assert 600 <= finding.step <= 611
+
+
+def test_rows_of_the_baseline_scale_with_the_interval() -> None:
+    scaled = {every: scale_rows(CFG, every) for every in (2, 5, 10)}
+    assert [scaled[every].memory_rows for every in (2, 5, 10)] == [150, 60, 60]
+    assert [scaled[every].level_rows for every in (2, 5, 10)] == [17, 12, 12]
+    assert [scaled[every].spread_rows for every in (2, 5, 10)] == [71, 45, 40]
+    assert [scaled[every].warmup_rows for every in (2, 5, 10)] == [25, 20, 20]
+    detectors = Detectors(CFG)
+    watch([record(step, 3.0) for step in range(1, 400, 7)], detectors)
+    after_seven = detectors.sparse
+    assert after_seven is None, "seven steps are not sparse"
+    watch([record(step, 3.0) for step in range(400, 1200, 8)], detectors)
+    assert detectors.sparse == scale_rows(CFG, 8)
+    few = replace(CFG, level_rows=6)
+    assert scale_rows(few, 10).level_rows == 6, "never more rows than configured"
+
+
+def test_the_interval_is_known_after_two_rows_and_ignores_a_gap() -> None:
+    detectors = Detectors(CFG)
+    watch([record(step, 3.0) for step in (1, 11)], detectors)
+    assert detectors.curves.interval == 10.0
+    watch([record(step, 3.0) for step in range(21, 400, 10)], detectors)
+    watch([record(5000, 3.0)], detectors)
+    assert detectors.curves.interval == pytest.approx(10.0 + 30.0 / 16.0)

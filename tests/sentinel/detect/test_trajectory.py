@@ -37,6 +37,7 @@ class TestRecoveryTrend:
         assert falling.is_recovering(16, patience=5)
         assert not falling.is_recovering(17, patience=5)
         assert not self.follow(8.0, 9.0).is_recovering(12, patience=5)
+        assert not self.follow(9.0).is_recovering(12, patience=5), "it did not move yet"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,14 @@ LAYOUT = SignalLayout(
     groups=("embedding", "blocks.0"), layers=("blocks.0",), sources=("web", "code", "books"), num_ranks=4
 )
 FACTS = HostFacts(
-    iteration=7, cursor=9, tokens=700, probed=True, posted_s=0.0, memory_bytes=1, batch={"fingerprint": "f"}
+    iteration=7,
+    cursor=9,
+    tokens=700,
+    probed=True,
+    posted_s=0.0,
+    memory_bytes=1,
+    batch={"fingerprint": "f"},
+    loader_wait_s=0.25,
 )
 
 
@@ -193,3 +200,8 @@ def test_reports_are_read_in_order_and_lag_steps_later(lag: int) -> None:
         assert len(seen) == max(0, number + 1 - lag)
     seen += [(facts, float(values[0])) for facts, values in mailbox.read(everything=True)]
     assert seen == [(number, number * 1.5) for number in range(6)]
+
+
+def test_facts_of_this_rank_are_logged() -> None:
+    record = read(make_report(make_reduced(loss=200.0, tokens=50.0)))
+    assert (record.memory_bytes, record.loader_wait_s) == (1, 0.25)

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from harness.config.sentinel import BudgetConfig
+from harness.config.sentinel import AllowedActions, BudgetConfig
 from harness.core.events import Action, ActionKind, FindingKind, HeldOutMeasured, RunStarted, StepRecord
 from harness.sentinel.detect.trajectory import RecoveryTrend
 from harness.sentinel.policy.budgets import Budgets
 from harness.sentinel.policy.held_out_level import HeldOutLevel, is_at_level
 from harness.sentinel.policy.lineage import Lineage
 from harness.sentinel.policy.open_incident import IncidentVerdict, OpenIncident, Rung
+from harness.sentinel.policy.policy_state import PolicyState
 from harness.sentinel.policy.precision_fallback import PrecisionFallback, fallback_iterations
 from harness.sentinel.policy.responses import (
     Rejections,
@@ -26,7 +27,7 @@ from harness.sentinel.policy.responses import (
 from harness.sentinel.policy.restore_scope import excluded_batches, restore_bound
 from harness.sentinel.policy.suspect_sources import SuspectSources
 from tests.sentinel.cluster import CFG
-from tests.sentinel.policy_runs import Run, outcome, record
+from tests.sentinel.policy_runs import Run, finding, outcome, record
 
 EXACT = replace(CFG, accept_rise_nats=0.5)
 """A float holds this bound exactly."""
@@ -210,6 +211,7 @@ class TestSymptoms:
         assert not has_broken_weights(make_record())
         assert not has_broken_weights(make_record(param_norm=1.0, group_param_norms={"a": 2.0}))
         assert has_broken_weights(make_record(param_norm=math.nan))
+        assert not has_broken_weights(make_record(param_norm=math.nan, changed_ranks=[1])), "another finding names it"
         assert has_broken_weights(make_record(param_norm=1.0, group_param_norms={"a": 2.0, "b": math.inf}))
 
     def test_rejections_in_a_row(self) -> None:
@@ -416,6 +418,9 @@ class TestScope:
             (Rung.rollback, {}, [], 30),
             (Rung.rollback, {"without_margin": True}, [], 40),
             (Rung.rewind, {"target_step": 25}, [], 25),
+            (Rung.rewind, {"target_step": 25, "is_passed": True}, [], 25),
+            (Rung.rewind, {"target_step": 25, "without_margin": True}, [], 25),
+            (Rung.rewind, {"target_step": 25, "is_passed": True, "without_margin": True}, [], 40),
         ],
     )
     def test_the_iteration_that_the_restored_state_must_precede(
@@ -628,6 +633,12 @@ def action(kind: ActionKind, **facts: Any) -> Action:
     return Action(time=0.0, iteration=40, kind=kind, step=40, incident=1, reason="", onset=40, **facts)
 
 
+def make_action(kind: ActionKind, *, incident: int, lr_scale: float | None = None) -> Action:
+    return Action(
+        time=0.0, iteration=61, step=61, kind=kind, incident=incident, onset=61, reason="a test", lr_scale=lr_scale
+    )
+
+
 class TestPolicyState:
     def run_with_check(self) -> tuple[Run, Action]:
         """A run with a loss spike without a known cause, for which a check was chosen."""
@@ -678,3 +689,91 @@ class TestPolicyState:
         leave = run.iterate(FindingKind.fp8_range)
         run.fail(leave)
         assert not run.policy.in_fallback
+
+    def test_records_after_a_halt_change_nothing(self) -> None:
+        run = Run()
+        run.iterate_clean(60)
+        state = run.policy.policy_state
+        state.on_action(make_action(ActionKind.halt, incident=0))
+        before = state.state()
+        state.on_record(record(61, loss=9.0), [finding(FindingKind.divergence, record(61))])
+        assert state.state() == before
+        assert before["numbers"]["is_halted"]
+
+    @pytest.mark.parametrize(("scale", "back"), [(0.5, 1.0), (0.25, 0.5), (1.0, 1.0)])
+    def test_a_failed_cool_takes_its_factor_back(self, scale: float, back: float) -> None:
+        run = Run()
+        run.iterate_clean(60)
+        restore = run.iterate(FindingKind.divergence)
+        assert restore is not None
+        state = run.policy.policy_state
+        cool = make_action(COOL, incident=restore.incident, lr_scale=scale)
+        state.on_action(cool)
+        assert state.lr_scale == scale
+        state.on_outcome(outcome(cool, step=run.step, succeeded=False))
+        assert state.lr_scale == back
+
+    @pytest.mark.parametrize(("grad_norm", "check_first"), [(1.0, True), (math.inf, False)])
+    def test_only_a_finite_rejected_update_of_a_planned_change_is_checked(
+        self, grad_norm: float, check_first: bool
+    ) -> None:
+        state = PolicyState.new(CFG)
+        state.on_record(make_record(grad_norm=grad_norm, in_planned_change=True), [])
+        assert state.response is not None
+        assert (state.response.rung, state.response.check_first) == (Rung.skip, check_first)
+
+    def test_a_check_after_a_rejected_update_holds_its_batch_back(self) -> None:
+        state = PolicyState.new(CFG)
+        for iteration in range(1, 5):
+            state.on_record(record(iteration, cursor=10 * iteration), [])
+        state.on_record(make_record(cursor=77, in_planned_change=True), [])
+        state.on_action(make_action(ActionKind.check, incident=1))
+        assert state.open_incidents[0].pending == [77]
+
+    @pytest.mark.parametrize(
+        ("facts", "is_divergent"), [({"loss": math.nan}, True), ({"grad_norm": math.inf}, False), ({}, False)]
+    )
+    def test_a_rejected_update_is_divergent_if_its_loss_is_not_finite(
+        self, facts: dict[str, float], is_divergent: bool
+    ) -> None:
+        state = PolicyState.new(CFG)
+        state.on_record(make_record(**facts), [])
+        assert state.open_incidents[0].is_divergent is is_divergent
+
+    @pytest.mark.parametrize(("grad_norm", "rung"), [(math.inf, Rung.skip), (1e9, Rung.watch)])
+    def test_only_nonfinite_updates_are_skipped_if_nothing_else_is_allowed(self, grad_norm: float, rung: Rung) -> None:
+        state = PolicyState.new(replace(CFG, actions=AllowedActions.nonfinite_only))
+        state.on_record(make_record(grad_norm=grad_norm), [])
+        assert state.response is not None
+        assert state.response.rung is rung
+
+    def test_the_first_of_two_equal_responses_counts(self) -> None:
+        state, now = PolicyState.new(CFG), record(7)
+        first = finding(FindingKind.divergence, now)
+        state.on_record(now, [first, replace(first, message="the second, which sorts after it")])
+        assert state.response is not None
+        assert state.response.reason == "divergence seen"
+
+    def test_an_unplanned_rejected_update_is_not_checked(self) -> None:
+        state = PolicyState.new(CFG)
+        state.on_record(make_record(), [])
+        assert state.response is not None
+        assert not state.response.check_first
+
+    def test_fp8_range_responds_for_an_incident_that_is_not_treated(self) -> None:
+        state, now = PolicyState.new(CFG), record(7)
+        state.on_record(now, [finding(FindingKind.fp8_range, now)])
+        assert state.response is not None
+        assert (state.response.rung, state.response.incident, state.cure_for) == (Rung.watch, 1, 1)
+        assert state.open_incidents[0].unfit == "fp8_range seen"
+
+
+def test_the_slope_of_the_loss_needs_three_values() -> None:
+    lineage = Lineage()
+    for iteration, loss in ((1, 3.0), (2, 2.0)):
+        lineage.add(record(iteration, loss=loss))
+    assert lineage.fall_in_errors(since=0, sigma=0.5) == 0.0
+    lineage.add(record(3, loss=1.0))
+    assert lineage.fall_in_errors(since=0, sigma=0.5) == pytest.approx(1.0 / (0.5 * math.sqrt(12 / 27)))
+    assert lineage.fall_in_errors(since=2, sigma=0.5) == 0.0
+    assert lineage.fall_in_errors(since=0, sigma=0.0) == pytest.approx(1e6 * math.sqrt(27 / 12)), "at least 1e-6"
