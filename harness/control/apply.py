@@ -16,6 +16,7 @@ from harness.control.commands import (
     Order,
     Pause,
     Precision,
+    Profile,
     Rate,
     Resume,
     Reweight,
@@ -72,6 +73,9 @@ def apply_command(run: Run, command: Command) -> tuple[dict[str, Any], Ending | 
     if isinstance(order, Rate):
         run.state.lr_factor = order.factor
     try:
+        if isinstance(order, Profile):
+            folder = run.profiler.request(run.state, num_steps=order.num_steps, ranks=order.ranks)
+            return changes_of(order, None, None) | {"folder": str(folder)}, None
         action = action_of(order, command.reason, parts, run.state)
     except ConfigError as error:
         return {REFUSED: str(error)}, None

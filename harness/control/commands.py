@@ -19,6 +19,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, assert_never, final
 
 from harness.config.errors import ConfigError, require
+from harness.config.profile import MOST_PROFILED_STEPS
 
 LONGEST_REASON = 1000
 MOST_BATCHES = 1_000_000
@@ -138,6 +139,21 @@ class SaveCheckpoint:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Profile the next steps."""
+
+    num_steps: int
+    ranks: tuple[int, ...] = ()
+    """Empty: all."""
+
+    def __post_init__(self) -> None:
+        valid = 1 <= self.num_steps <= MOST_PROFILED_STEPS
+        require(valid, "profile", f"must be 1 to {MOST_PROFILED_STEPS} steps, got {self.num_steps}")
+        require(all(rank >= 0 for rank in self.ranks), "profile", f"ranks must be 0 or more, got {list(self.ranks)}")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
     """Pause the loop with its state in memory. Commands are still processed."""
 
@@ -158,6 +174,7 @@ Order = (
     | Reweight
     | Precision
     | SaveCheckpoint
+    | Profile
     | Pause
     | Resume
 )
@@ -172,6 +189,7 @@ ORDERS: dict[str, type[Order]] = {
     "reweight": Reweight,
     "precision": Precision,
     "checkpoint": SaveCheckpoint,
+    "profile": Profile,
     "pause": Pause,
     "resume": Resume,
 }
@@ -248,6 +266,9 @@ def in_words(order: Order) -> str:
             return f"compute in {order.kind}"
         case SaveCheckpoint():
             return "save a checkpoint"
+        case Profile():
+            where = f" on rank {', '.join(map(str, order.ranks))}" if order.ranks else ""
+            return f"profile {'a step' if order.num_steps == 1 else f'{order.num_steps} steps'}{where}"
         case Pause():
             return "pause"
         case Resume():

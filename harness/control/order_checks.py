@@ -19,6 +19,7 @@ from harness.control.commands import (
     Order,
     Pause,
     Precision,
+    Profile,
     Rate,
     Resume,
     Reweight,
@@ -55,7 +56,7 @@ def check_order(run: RunDir, order: Order, *, before: Sequence[Order] = ()) -> N
             _check_weights(run, "reweight", order.weights, before, "no source would have a weight above 0")
         case Precision():
             _check_precision(run)
-        case Skip() | Rate() | SaveCheckpoint() | Pause() | Resume():
+        case Skip() | Rate() | SaveCheckpoint() | Profile() | Pause() | Resume():
             pass
         case _:
             assert_never(order)

@@ -12,6 +12,7 @@ Left out: other commands (`harness.control.inbox`), and withdrawing a request. O
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -27,6 +28,8 @@ from harness.core.rundir import RunDir, write_atomically
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Slurm sends SIGUSR1 some time before the job's time limit."""
+RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
+"""Environment variable of torchrun and of our launcher: how often the ranks were restarted inside the job."""
 LONGEST_STOP_BYTES = 65536
 ELSEWHERE = "a signal to another rank"
 
@@ -120,7 +123,12 @@ def stop_event(run: RunDir, iteration: int) -> Intervention | None:
 
 
 def clear_stop_file(run: RunDir) -> None:
-    """Remove the file STOP of the last start; on rank 0, before the run accepts new requests."""
+    """Remove the file STOP of the last start; on rank 0, before the run accepts new requests.
+
+    A restart inside the job keeps it: the launcher restarts only without one, so it is a new request.
+    """
+    if int(os.environ.get(RESTART_COUNT, "0")) > 0:
+        return
     try:
         run.stop.unlink(missing_ok=True)
     except OSError as error:

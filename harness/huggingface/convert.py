@@ -86,6 +86,7 @@ def export_model(
     """Write the model of a checkpoint as a directory that `transformers` loads; atomic."""
     require(not (output.exists() or output.is_symlink()), "--output", f"{output} exists; choose another name")
     cfg = read_config(run)
+    names.require_exportable(cfg.model)
     try:
         integrity.verify(checkpoint.path)
         expected = {f"model.{name}": shape for name, shape in names.parameter_shapes(cfg.model).items()}

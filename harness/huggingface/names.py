@@ -5,6 +5,7 @@ How: a model without q/k norm is a Llama, one with it a Qwen3, whose layout is o
 models lack are folded into the weights, so that logits are equal: muP's attention scale into the queries (or their
 norm), its output multiplier into the head, the norm after the embedding into the embedding rows. A tied head that would
 need other weights than the embedding becomes a matrix of its own.
+LayerNorm and post-LN cannot be folded: such a model is rejected.
 Left out: unfolding. An exported model is imported as a plain model with the same logits.
 """
 
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from harness.config.errors import ConfigError, require
-from harness.config.model import ModelConfig
+from harness.config.model import ModelConfig, NormKind, NormPlacement
 from harness.model.mup import attention_scale, output_multiplier
 from harness.model.transformer import Transformer
 from harness.precision.mixed_precision import linear
@@ -83,6 +84,14 @@ class TensorSource:
     @property
     def parameters(self) -> tuple[str, ...]:
         return (self.parameter,) if self.norm is None else (self.parameter, self.norm)
+
+
+def require_exportable(cfg: ModelConfig) -> None:
+    """Raise `ConfigError` for a model that neither Llama nor Qwen3 can represent."""
+    models = "Hugging Face's Llama and Qwen3 have no other"
+    require(cfg.norm is NormKind.rms, "model.norm", f"must be rms for an export, got {cfg.norm}; {models}")
+    is_pre = cfg.norm_placement is NormPlacement.pre
+    require(is_pre, "model.norm_placement", f"must be pre for an export, got {cfg.norm_placement}; {models}")
 
 
 def hf_name(parameter: str) -> str:

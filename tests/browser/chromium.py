@@ -22,6 +22,12 @@ from typing import Any
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 ANSWER_WITHIN_S = 60.0
 READ_BYTES = 1 << 20
+# What an evaluation is answered with while the page is being replaced by the next one.
+PAGE_CHANGES = ("Inspected target navigated or closed", "Execution context was destroyed", "Cannot find context")
+
+
+class CommandError(AssertionError):
+    """The browser answered a command with an error."""
 
 
 def find() -> str | None:
@@ -49,7 +55,8 @@ class Browser:
         while True:
             answer = self.receive(until_s)
             if answer.get("id") == self.number:
-                assert "error" not in answer, f"{method}: {answer['error']}"
+                if "error" in answer:
+                    raise CommandError(f"{method}: {answer['error']}")
                 result = answer["result"]
                 assert isinstance(result, dict)
                 return result
@@ -106,12 +113,25 @@ class Page:
         return answer["result"].get("value")
 
     def wait_for(self, script: str, within_s: float = 60.0) -> Any:
-        """Evaluate an expression until it is truthy; returns its value."""
+        """Evaluate an expression until it is truthy; returns its value. The page may change in the meantime."""
         until_s = time.monotonic() + within_s
-        while not (value := self.evaluate(script)):
+        while not (value := self._evaluate_if_settled(script)):
             assert time.monotonic() < until_s, f"timed out: {script}; {self.complaints()}"
             time.sleep(0.02)
         return value
+
+    def follow(self, script: str) -> None:
+        """Evaluate an expression that opens another page in this tab."""
+        self._evaluate_if_settled(script)
+
+    def _evaluate_if_settled(self, script: str) -> Any:
+        """The value of an expression; None if the page was replaced during the evaluation."""
+        try:
+            return self.evaluate(script)
+        except CommandError as error:
+            if not any(message in str(error) for message in PAGE_CHANGES):
+                raise
+            return None
 
     def click(self, x: float, y: float) -> None:
         """Move the mouse there and click."""

@@ -11,7 +11,7 @@ import pytest
 from harness.analysis.dashboard.serve import open_server
 from harness.core.rundir import RunDir
 from launch.cli.report import write_run_index
-from tests.analysis.dashboard.logs import BEGUN, long_run, record
+from tests.analysis.dashboard.logs import BEGUN, long_run, record, write_load, write_setup
 from tests.browser.chromium import Browser, Page, find, started
 
 NUM_STEPS = 100_000
@@ -34,8 +34,10 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two short runs, one with a post-mortem, each with its page, and an index over both."""
     root = tmp_path_factory.mktemp("runs")
-    long_run(root / "other", 800)
-    folder = long_run(root / "short", 400) / "incidents" / "001"
+    write_setup(long_run(root / "other", 800))
+    write_setup(long_run(root / "short", 400), optim={"lr": 1e-3, "beta2": 0.95})
+    write_load(root / "short", 60, last=400)
+    folder = root / "short" / "incidents" / "001"
     folder.mkdir(parents=True)
     text = f"# Spike #1\n\nPre-spike loss: 3.4 {EVIL}\n\n| step | loss |\n|---|---|\n| 100 | 7.0 |\n"
     (folder / "postmortem.md").write_text(text, encoding="utf-8")
@@ -80,7 +82,7 @@ def middle_of(page: Page, selector: str) -> tuple[float, float]:
 
 @pytest.mark.full
 def test_page_of_100k_steps_is_drawn(long_page: Page) -> None:
-    assert long_page.evaluate("document.querySelectorAll('.panel .js-plotly-plot').length") == 11
+    assert long_page.evaluate("document.querySelectorAll('.panel .js-plotly-plot').length") == 12
     num_points = long_page.evaluate("Math.max(...element('draw-loss').data.map((trace) => trace.x.length))")
     assert 500 <= num_points <= 1100
     # a spike of one step among a hundred thousand is in the picture
@@ -156,6 +158,83 @@ def test_page_is_readable_at_both_widths_and_themes(short_page: Page, width: int
     assert page.complaints() == []
 
 
+def test_every_panel_has_a_legend_axis_titles_and_units(short_page: Page) -> None:
+    page = short_page
+    parts = page.evaluate(
+        "[...document.querySelectorAll('.panel .draw')].map((e) => [e.dataset.id, e.layout.xaxis.title.text, "
+        "e.layout.yaxis.title.text, e.layout.yaxis2 ? e.layout.yaxis2.title.text : 'none', "
+        "e.data[0].type === 'heatmap' ? e.data[0].colorbar.title.text : e.previousSibling.innerText])"
+    )
+    assert len(parts) == 18
+    assert all(all(texts) for texts in parts)
+    titles = {name: texts for name, *texts in parts}
+    assert titles["loss"] == [
+        "iteration",
+        "nats per token",
+        "none",
+        "each step\ngate bound: the update is rejected above it\nmoving average, applied\n"
+        "●rejected, not applied\nheld out",
+    ]
+    assert titles["speed"][1:3] == ["tokens per second", "MFU"]
+    assert titles["activation"][3] == "RMS of the residual stream"
+    assert titles["gputemperature"][1:] == ["°C", "none", "hottest GPU\nmean of all GPUs"]
+    losses = "element('draw-loss').data.find((trace) => trace.name === 'rejected, not applied')"
+    assert page.evaluate(f"{losses}.x.filter((_, i) => {losses}.y[i] !== null)") == [300]
+    average = (
+        "Math.max(...element('draw-loss').data.find((trace) => trace.name.startsWith('moving')).y.slice(280, 320))"
+    )
+    assert page.evaluate(average) < 5.5 < page.evaluate(f"Math.max(...{losses}.y)")
+    drawn_bound = "element('draw-grad').data.find((trace) => trace.name.startsWith('gate bound')).line.dash"
+    assert page.evaluate(drawn_bound) == "dot"
+
+
+def test_lost_time_is_shown_by_cause(short_page: Page) -> None:
+    rows = "[...document.querySelectorAll('#causes tbody tr')].map((row) => row.cells[0].innerText)"
+    causes = short_page.evaluate(rows)
+    planned = ["rewind or rollback", "evaluation", "checkpoints", "first start"]
+    assert causes == [*planned, "lost launcher", "rejected updates"]
+    bar = short_page.evaluate("document.querySelectorAll('.shares')[1].getAttribute('aria-label')")
+    assert bar.startswith("rewind or rollback 5.13 %, evaluation ")
+    dots = (
+        "[...document.querySelectorAll('#causes .dot, .shares i')].map((dot) => getComputedStyle(dot).backgroundColor)"
+    )
+    assert "rgba(0, 0, 0, 0)" not in short_page.evaluate(dots), "every cause has a color"
+
+
+def test_setup_and_configuration_are_shown_and_searchable(short_page: Page) -> None:
+    page = short_page
+    assert "124M (124,000,000)" in page.evaluate("element('setup').innerText")
+    rows = "[...document.querySelectorAll('#config-list tr[data-key]')]"
+    shown = f"{rows}.filter((row) => row.offsetParent).map((row) => row.dataset.key)"
+    assert "optim.lr" in page.evaluate(shown)
+    assert "run.name" not in page.evaluate(shown)
+    page.evaluate("element('config-search').value = 'SEED'; element('config-search').oninput()")
+    assert page.evaluate(shown) == ["run.seed"]
+    assert page.evaluate("element('config-count').textContent") == "1 key"
+    page.evaluate("element('config-search').value = ''; element('config-search').oninput()")
+    assert page.complaints() == []
+
+
+@pytest.mark.full
+def test_print_draws_every_figure_for_paper(short_page: Page) -> None:
+    """Also figures that were not drawn yet, in light colours, at the width of a sheet."""
+    page = short_page
+    page.show_at(1600, dark=True)
+    page.evaluate("Plotly.purge(element('draw-cpuload')); dispatchEvent(new Event('beforeprint'))")
+    sizes = "[...document.querySelectorAll('.draw, #strip')].map((e) => [e._fullLayout.width, e.clientWidth])"
+    drawn_sizes = page.evaluate(sizes)
+    assert len(drawn_sizes) == 19
+    assert all(figure == place < 701 for figure, place in drawn_sizes)
+    assert luminance(page.evaluate("getComputedStyle(document.body).backgroundColor")) > 0.9
+    assert page.evaluate("element('draw-cpuload').layout.font.color") == page.evaluate("ink('quiet')")
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    drawn(page)
+    assert luminance(page.evaluate("getComputedStyle(document.body).backgroundColor")) < 0.1
+    page.show_at(1280, dark=False)
+    drawn(page)
+    assert page.complaints() == []
+
+
 @pytest.mark.full
 def test_theme_button_and_time_axis(short_page: Page) -> None:
     page = short_page
@@ -193,13 +272,48 @@ def test_live_page_shows_new_steps(browser: Browser, tmp_path: Path) -> None:
 
 def test_the_index_sorts(browser: Browser, runs: Path) -> None:
     page = browser.open((runs / "index.html").as_uri(), width=400)
-    names = "[...document.querySelectorAll('tbody tr td:first-child')].map((cell) => cell.innerText)"
+    names = "[...document.querySelectorAll('tbody tr td:nth-child(2)')].map((cell) => cell.innerText)"
+    sorted_by = "[...document.querySelectorAll('th[aria-sort]')].map((head) => [head.innerText, head.ariaSort])"
     page.wait_for(f"{names}.length === 2")
     assert page.evaluate(names) == ["other", "short"]
-    page.evaluate("document.querySelectorAll('th button')[2].click()")
-    assert page.evaluate(names) == ["short", "other"]
+    assert page.evaluate(sorted_by) == [["run", "ascending"]]
+    page.evaluate("document.querySelectorAll('th button')[2].focus()")
+    page.press("Enter")
+    assert page.wait_for(f"{names}[0] === 'short'")
+    assert page.evaluate(sorted_by) == [["steps", "ascending"]]
     assert page.evaluate("document.documentElement.scrollWidth") == 400
     assert page.complaints() == []
+    page.close()
+
+
+@pytest.mark.full
+def test_runs_selected_in_the_index_are_compared(browser: Browser, runs: Path) -> None:
+    page = browser.open((runs / "index.html").as_uri(), width=400)
+    page.wait_for("document.querySelectorAll('.pick').length === 2 && document.readyState === 'complete'")
+    page.evaluate("document.querySelector('.pick').click(); document.querySelector('button.compare').click()")
+    assert page.evaluate("document.querySelector('output').innerText") == "Select two or more runs."
+    page.follow("document.querySelectorAll('.pick')[1].click(); document.querySelector('button.compare').click()")
+    page.wait_for("location.pathname.endsWith('/compare.html')")
+    drawn(page)
+    assert page.evaluate("document.querySelectorAll('.panel .js-plotly-plot').length") == 16
+    assert page.evaluate("document.documentElement.scrollWidth") == 400
+    curves = "element('draw-heldout').data.map((trace) => [trace.name, trace.x.length])"
+    assert page.evaluate(curves) == [["other", 20], ["short", 20]]
+    assert page.evaluate("element('legend-heldout').innerText") == "other\nshort"
+    assert page.evaluate("element('legend-cpuload').innerText") == "short"
+    lines = "[...document.querySelectorAll('#differences tr')].map((row) => row.innerText.split('\\t'))"
+    assert page.evaluate(lines)[1:] == [["optim.lr", "0.0003", "0.001"]]
+    page.evaluate("document.querySelectorAll('#runs input')[0].click()")
+    drawn(page)
+    assert page.evaluate(curves) == [["short", 20]]
+    assert page.evaluate("decodeURIComponent(location.hash)") == "#run=short"
+    assert "None: these runs" in page.evaluate("element('differences').innerText")
+    page.evaluate("element('axis').value = 'tokens'; element('axis').onchange({ target: element('axis') })")
+    drawn(page)
+    assert page.evaluate("element('draw-heldout').data[0].x.at(-1)") == 400 * 1024
+    assert page.evaluate("element('draw-loss').layout.xaxis.title.text") == "tokens"
+    assert page.complaints() == []
+    page.close()
 
 
 def luminance(color: str) -> float:

@@ -23,6 +23,7 @@ from harness.control.commands import (
     Order,
     Pause,
     Precision,
+    Profile,
     Rate,
     Resume,
     Reweight,
@@ -48,6 +49,7 @@ ALL_ORDERS = (
     Reweight(weights={"web": 0.5, "code": 2.0}),
     Precision(kind="fp8"),
     SaveCheckpoint(),
+    Profile(num_steps=3, ranks=(0, 3)),
     Pause(),
     Resume(),
 )

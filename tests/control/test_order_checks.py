@@ -15,6 +15,7 @@ from harness.control.commands import (
     ExcludeSource,
     Order,
     Pause,
+    Profile,
     Rate,
     Resume,
     Reweight,
@@ -118,7 +119,9 @@ def test_a_config_without_sources_is_an_error(run: RunDir, content: str) -> None
         check_order(run, ExcludeSource(source="web"))
 
 
-@pytest.mark.parametrize("order", [Skip(num_batches=3), Rate(factor=2), SaveCheckpoint(), Pause(), Resume()])
+@pytest.mark.parametrize(
+    "order", [Skip(num_batches=3), Rate(factor=2), SaveCheckpoint(), Profile(num_steps=1), Pause(), Resume()]
+)
 def test_other_orders_are_always_valid(run: RunDir, order: Order) -> None:
     check_order(run, order)
 

@@ -138,6 +138,16 @@ def test_an_old_stop_file_is_removed(run: RunDir) -> None:
         stop_requests.clear_stop_file(run)
 
 
+def test_a_restart_inside_the_job_keeps_a_stop_request(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_requests.ask(run, who="ada", reason="")
+    monkeypatch.setenv(stop_requests.RESTART_COUNT, "1")
+    stop_requests.clear_stop_file(run)
+    assert run.stop.exists()
+    monkeypatch.setenv(stop_requests.RESTART_COUNT, "0")
+    stop_requests.clear_stop_file(run)
+    assert not run.stop.exists()
+
+
 def test_a_stop_file_survives_a_round_trip(run: RunDir, clock: Clock) -> None:
     stop_requests.ask(run, who="ada", reason="disk is full")
     assert stop_requests.read(run) == StopFile(who="ada", time=clock.time(), reason="disk is full")

@@ -142,6 +142,14 @@ def test_transformers_computes_the_same_logits(tmp_path: Path, overrides: list[s
     assert sorted(path.name for path in directory.iterdir()) == ["config.json", "model.safetensors"]
 
 
+@pytest.mark.parametrize(("key", "value", "allowed"), [("norm", "layer", "rms"), ("norm_placement", "post", "pre")])
+def test_norms_that_hugging_face_does_not_have_are_rejected(tmp_path: Path, key: str, value: str, allowed: str) -> None:
+    run, _, _ = make_run(tmp_path / "run", f"model.{key}={value}")
+    with pytest.raises(ConfigError, match=rf"^model\.{key}: must be {allowed} for an export, got {value}; [^\n]*$"):
+        export(run, tmp_path / "exported")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
 @pytest.mark.parametrize("overrides", VARIANTS[:3], ids=str)
 def test_export_import_export_keeps_every_bit(tmp_path: Path, overrides: list[str]) -> None:
     run, cfg, model = make_run(tmp_path / "run", *overrides)

@@ -1,9 +1,11 @@
-"""Computes goodput: where the wall time and the steps of a run went, and the stability tax.
+"""Computes goodput: where the wall time and the steps of a run went, and how much was lost to recovery.
 
 Why: a cluster is paid by the hour, and a run that recovers by itself still loses time on each recovery.
 How: every interval between two events of the log is assigned to one account, so the accounts add up to the wall time.
-Time between steps is divided among kept, refused and undone steps by their step times. A step is undone if a restore,
+Time between steps is divided among kept, rejected and undone steps by their step times. A step is undone if a restore,
 or a start from an older checkpoint, rewinds to before it.
+Every second outside kept steps also has one cause, such as a killed rank or a checkpoint: the time until a failure was
+noticed, until the next start, until its first step, and the steps that it trains again are the cost of that failure.
 Left out: the cost of detection, the gate and in-memory snapshots. They run inside every step on the device, and no
 event separates them; benchmarks measure steps with and without them. Time before the first event is not in the log.
 """
@@ -12,17 +14,21 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, final
 
+from harness.analysis.dashboard.loss_causes import LossCause, LostTime, loss_cause
+from harness.checkpoint.catalog import parse_name
 from harness.core.events import (
+    CheckpointJudged,
     CheckpointSaved,
     EvalRecord,
     Event,
     Intervention,
     Outcome,
     RunEnded,
+    RunRestarted,
     RunStarted,
 )
 from harness.sentinel.policy.policy_state import RESTORES
@@ -44,7 +50,7 @@ class Account(StrEnum):
 
 MEANINGS = {
     Account.kept: ("kept steps", "updates that are part of the current model"),
-    Account.refused: ("refused steps", "computed, but not applied, because the gate rejected the update"),
+    Account.refused: ("rejected steps", "computed, but not applied, because the gate rejected the update"),
     Account.undone: ("undone steps", "applied, then lost to a rewind, a rollback or a crash, and computed again"),
     Account.restoring: ("restores", "restoring an older state inside the running processes"),
     Account.saving: ("blocking saves", "training waited for a snapshot or for the last checkpoint"),
@@ -55,8 +61,20 @@ MEANINGS = {
 }
 """Account -> its label and meaning on the page."""
 
-TAX = (Account.refused, Account.undone, Account.restoring, Account.saving)
-"""Accounts that make up the stability tax."""
+CAUSES_OF_ACCOUNTS = {
+    Account.refused: LossCause.rejected,
+    Account.restoring: LossCause.rollback,
+    Account.saving: LossCause.checkpoint,
+    Account.evaluating: LossCause.evaluation,
+    Account.paused: LossCause.paused,
+}
+"""Accounts whose time always has the same cause."""
+
+MOST_CAUSES = 4
+LEAST_SHARE = 0.001
+"""Share of the wall time from which a cause is named in one line."""
+RECOVERY = (Account.refused, Account.undone, Account.restoring, Account.saving)
+"""Accounts of the time lost to recovery and to being able to recover."""
 
 
 @final
@@ -71,6 +89,8 @@ class Goodput:
     num_undone: int
     tokens_kept: int
     tokens_consumed: int
+    lost: dict[LossCause, LostTime] = field(default_factory=dict)
+    """The time outside kept steps by cause; with the kept steps it adds up to `wall_s`. The largest first."""
 
     @property
     def of_time(self) -> float:
@@ -83,9 +103,20 @@ class Goodput:
         return self.tokens_kept / self.tokens_consumed if self.tokens_consumed else 0.0
 
     @property
-    def tax(self) -> float:
-        """Stability tax: share of the wall time in the accounts of `TAX`."""
-        return sum(self.seconds[account] for account in TAX) / self.wall_s if self.wall_s else 0.0
+    def lost_s(self) -> float:
+        """Seconds outside kept steps."""
+        return self.wall_s - self.seconds[Account.kept]
+
+    @property
+    def main_causes(self) -> list[str]:
+        """The causes of most of the lost time, with their shares of the wall time."""
+        shares = [(cause, cost.seconds / self.wall_s) for cause, cost in self.lost.items() if self.wall_s]
+        return [f"{cause} {share:.1%}" for cause, share in shares[:MOST_CAUSES] if share >= LEAST_SHARE]
+
+    @property
+    def lost_to_recovery(self) -> float:
+        """Share of the wall time in the accounts of `RECOVERY`."""
+        return sum(self.seconds[account] for account in RECOVERY) / self.wall_s if self.wall_s else 0.0
 
 
 @final
@@ -104,6 +135,17 @@ class Accounts:
     _last_time: float | None = None
     _is_paused: bool = False
     _is_starting: bool = True
+    _has_started: bool = False
+    _failure: RunRestarted | RunEnded | None = None
+    """The event that ended the latest start; None: it has not ended, or the log does not say how."""
+    _cause: LossCause = LossCause.first_start
+    """Why the latest start was necessary."""
+    _damaged_step: int = 0
+    """Step of the newest checkpoint that was found damaged since the last step."""
+    _lost: dict[LossCause, LostTime] = field(default_factory=dict)
+    """Cost by cause, without undone steps, rejected steps and saves."""
+    _undone_by_cause: dict[LossCause, float] = field(default_factory=dict)
+    """Seconds of undone steps, by their own clocks."""
     _steps: array[int] = field(default_factory=lambda: array("q"))
     """Kept updates in order; the arrays below hold their time, tokens and counts."""
     _step_s: array[float] = field(default_factory=lambda: array("d"))
@@ -111,7 +153,6 @@ class Accounts:
     _step_counts: array[int] = field(default_factory=lambda: array("q"))
     """Updates that an entry represents: itself, and those before it that sampling of the log left out."""
     _refused_s: float = 0.0
-    _undone_s: float = 0.0
     _num_refused: int = 0
     _num_undone: int = 0
     _tokens_consumed: int = 0
@@ -123,9 +164,10 @@ class Accounts:
         """Add a step record in its JSON form; sampling left out `num_left_out` applied steps before it."""
         step, tokens, took_s = int(record["step"]), int(record["tokens"]), float(record["step_time_s"])
         passed_s = self._advance_clock(float(record["time"]))
-        self._book(Account.starting if self._is_starting else None, passed_s)
+        self._book(None, passed_s)
         took_s = 0.0 if self._is_starting else took_s
         self._is_starting = False
+        self._damaged_step = 0
         self._between_s += self._open_s
         self._blocked_s += self._open_blocked_s
         self._open_s = self._open_blocked_s = 0.0
@@ -145,32 +187,44 @@ class Accounts:
 
     def add(self, event: Event) -> None:
         """Add any event except a step record."""
+        if isinstance(event, CheckpointJudged) and event.health == "damaged":
+            self._damaged_step = max(self._damaged_step, parse_name(event.directory)[0])
+            return  # mostly part of a start whose event follows; the time until then belongs to that one
         passed_s = self._advance_clock(event.time)
         match event:
+            case RunRestarted():
+                self._failure = event
+                self._cost_of(loss_cause(event)).times += 1
+                self._book(Account.stopped, passed_s, is_sure=True, cause=loss_cause(event))
             case RunStarted():
-                self._book(Account.stopped, passed_s, is_sure=True)
-                self._undo(event.step)
-                self._is_paused, self._is_starting = False, True
-                self._last_tokens = None if self._tokens_consumed else 0
+                self._begin_start(event, passed_s)
             case EvalRecord():
+                self._cost_of(LossCause.evaluation).times += 1
                 self._book(Account.evaluating, passed_s)
             case Outcome(kind=kind) if kind in RESTORES:
                 restoring_s = min(event.seconds, passed_s)
                 self._book(Account.restoring, restoring_s)
                 self._book(None, passed_s - restoring_s)
+                self._damaged_step = 0
                 if event.succeeded:
-                    self._undo(event.step)
+                    self._cost_of(LossCause.rollback).times += 1
+                    self._undo(event.step, LossCause.rollback)
                     self._last_tokens = None
             case Intervention(changes={"command": str(command), **rest}) if "refused" not in rest:
                 self._book(None, passed_s)
                 name = command.split()[0]
+                if name == "pause" and not self._is_paused:
+                    self._cost_of(LossCause.paused).times += 1
                 self._is_paused = name == "pause" or (self._is_paused and name != "resume")
             case CheckpointSaved():
                 self._book(None, passed_s)
+                self._cost_of(LossCause.checkpoint).times += 1
                 self._open_blocked_s += event.blocked_s
             case RunEnded():
+                self._failure = event
                 self._book(None, passed_s)
                 self._seconds[Account.saving] += self._open_s
+                self._cost_of(LossCause.checkpoint).seconds += self._open_s
                 self._open_s = self._open_blocked_s = 0.0
             case _:
                 self._book(None, passed_s)
@@ -190,7 +244,8 @@ class Accounts:
         blocked_s = min(self._blocked_s + self._open_blocked_s, between_s)
         steps_s = between_s - blocked_s
         kept_s = sum(self._step_s)
-        clocks = {Account.kept: kept_s, Account.refused: self._refused_s, Account.undone: self._undone_s}
+        undone_s = sum(self._undone_by_cause.values())
+        clocks = {Account.kept: kept_s, Account.refused: self._refused_s, Account.undone: undone_s}
         whole_s = sum(clocks.values())
         seconds = dict(self._seconds)
         seconds[Account.saving] += blocked_s
@@ -205,7 +260,43 @@ class Accounts:
             num_undone=self._num_undone,
             tokens_kept=sum(self._step_tokens),
             tokens_consumed=self._tokens_consumed,
+            lost=self._lost_by_cause(blocked_s=blocked_s, share=steps_s / whole_s if whole_s else 0.0),
         )
+
+    def _lost_by_cause(self, *, blocked_s: float, share: float) -> dict[LossCause, LostTime]:
+        """The cost of each cause; `share` is the wall time of a second of the steps' own clocks."""
+        lost = {cause: replace(cost) for cause, cost in self._lost.items()}
+
+        def add(cause: LossCause, seconds: float, steps: int = 0) -> None:
+            cost = lost.setdefault(cause, LostTime())
+            cost.seconds += seconds
+            cost.steps += steps
+
+        add(LossCause.checkpoint, blocked_s)
+        add(LossCause.rejected, self._refused_s * share, self._num_refused)
+        lost[LossCause.rejected].times = self._num_refused
+        for cause, undone_s in self._undone_by_cause.items():
+            add(cause, undone_s * share)
+        found = [(cause, cost) for cause, cost in lost.items() if cost.seconds or cost.times]
+        return dict(sorted(found, key=lambda item: -item[1].seconds))
+
+    def _begin_start(self, event: RunStarted, passed_s: float) -> None:
+        """Book the time until a start, and undo the steps that it trains again."""
+        self._cause = loss_cause(self._failure) if self._has_started else LossCause.first_start
+        if not isinstance(self._failure, RunRestarted):
+            self._cost_of(self._cause).times += 1
+        self._book(Account.stopped, passed_s, is_sure=True, cause=self._cause)
+        if self._damaged_step > event.step:  # the steps before it are lost because it is damaged
+            self._cost_of(LossCause.storage).times += 1
+            self._undo(self._damaged_step, self._cause)
+            self._undo(event.step, LossCause.storage)
+        self._undo(event.step, self._cause)
+        self._has_started, self._failure, self._damaged_step = True, None, 0
+        self._is_paused, self._is_starting = False, True
+        self._last_tokens = None if self._tokens_consumed else 0
+
+    def _cost_of(self, cause: LossCause) -> LostTime:
+        return self._lost.setdefault(cause, LostTime())
 
     def _advance_clock(self, time: float) -> float:
         """Seconds since the last event; 0 if the clock was set back."""
@@ -213,20 +304,30 @@ class Accounts:
         self._last_time = time if self._last_time is None else max(time, self._last_time)
         return passed_s
 
-    def _book(self, account: Account | None, seconds: float, *, is_sure: bool = False) -> None:
+    def _book(
+        self, account: Account | None, seconds: float, *, is_sure: bool = False, cause: LossCause | None = None
+    ) -> None:
+        """Add seconds to an account; None: time since the last step. `cause` is that of stopped and starting time."""
         if self._is_paused and not is_sure:
-            self._seconds[Account.paused] += seconds
-        elif account is None:
+            account = Account.paused
+        if account is None and self._has_started and self._is_starting:
+            account, cause = Account.starting, self._cause
+        if account is None:
             self._open_s += seconds
-        else:
-            self._seconds[account] += seconds
+            return
+        self._seconds[account] += seconds
+        known = CAUSES_OF_ACCOUNTS.get(account, cause)
+        assert known is not None, "stopped and starting time has a cause"
+        self._cost_of(known).seconds += seconds
 
-    def _undo(self, step: int) -> None:
+    def _undo(self, step: int, cause: LossCause) -> None:
         """Move the steps after `step` from kept to undone."""
         while self._steps and self._steps[-1] > step:
             last, took_s, tokens, count = (column.pop() for column in self._columns)
             num_undone = min(count, last - step)
-            self._undone_s += took_s * num_undone / count
+            undone_s = self._undone_by_cause.get(cause, 0.0) + took_s * num_undone / count
+            self._undone_by_cause[cause] = undone_s
+            self._cost_of(cause).steps += num_undone
             self._num_undone += num_undone
             if num_undone < count:
                 left = count - num_undone

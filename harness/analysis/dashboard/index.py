@@ -1,14 +1,14 @@
 """Renders the HTML index of many runs: one table for each sweep or directory, one row for each run.
 
 A directory with an event log is a run. Runs directly below a directory with a `sweep.yaml` belong to that sweep. Each
-log is read once. The page works without its script, which only sorts the tables.
+log is read once. The page works without its script, which sorts the tables and opens the comparison of runs.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
@@ -21,11 +21,16 @@ from harness.analysis.dashboard.page_data import count_noun, short, state_of, st
 from harness.analysis.dashboard.series import thin
 from harness.analysis.dashboard.story import Story
 from harness.core.rundir import RunDir
-from harness.telemetry.tracking.parent_run import SWEEP_FILE
+from harness.telemetry.sinks.parent_run import SWEEP_FILE
 
 SPARK_WIDTH, SPARK_HEIGHT = 120, 28
-HEADS = ("run", "state", "steps", "loss", "", "held out", "incidents", "goodput", "tax", "tokens/s", "started")
-NUMERIC = frozenset({"steps", "loss", "held out", "incidents", "goodput", "tax", "tokens/s"})
+HEADS = (
+    *("", "run", "state", "steps", "loss", "loss curve", "held out", "incidents"),
+    *("goodput", "lost to recovery", "tokens/s", "started (UTC)"),
+)
+PICK, CURVE = HEADS[0], HEADS[5]
+"""Columns that cannot be sorted by."""
+NUMERIC = frozenset({"steps", "loss", "held out", "incidents", "goodput", "lost to recovery", "tokens/s"})
 
 
 @final
@@ -46,7 +51,10 @@ class RunRow:
     incident_steps: int
     """Steps that its incidents cost, as their post-mortems state."""
     goodput: float
-    tax: float
+    lost_to: str
+    """The causes of most of the lost time, with their shares of the wall time."""
+    lost_to_recovery: float
+    """Share of the wall time."""
     tokens_per_s: float
     started: str
     """UTC, to the minute."""
@@ -82,7 +90,8 @@ def run_row(run: RunDir, story: Story, *, root: Path, now_s: float) -> RunRow:
         num_incidents=len(story.incidents),
         incident_steps=sum(summary.cost.steps for summary in summarize_incidents(run, story).values()),
         goodput=total.of_time,
-        tax=total.tax,
+        lost_to=", ".join(total.main_causes),
+        lost_to_recovery=total.lost_to_recovery,
         tokens_per_s=float(last.get("tokens_per_s", math.nan)),
         started=started,
         losses=[] if losses is None else losses.tolist(),
@@ -90,13 +99,35 @@ def run_row(run: RunDir, story: Story, *, root: Path, now_s: float) -> RunRow:
     )
 
 
-def render(rows: Sequence[RunRow], *, title: str, lessons: Sequence[str] = ()) -> str:
-    """The HTML document; the lessons of past incidents come last."""
+Link = tuple[str, str]
+"""Text, and file name in the directory of the group."""
+COMPARISON_PAGE = "compare.html"
+SWEEP_FILES = ("report.html", "report.md")
+"""Names of a sweep's report, the better one first."""
+
+
+def group_links(directory: Path) -> list[Link]:
+    """Pages and pictures of a directory of runs: the comparison, and report and pictures of a sweep."""
+    links = [("compare", COMPARISON_PAGE)] if (directory / COMPARISON_PAGE).exists() else []
+    links += [("report", name) for name in SWEEP_FILES if (directory / name).exists()][:1]
+    pictures = sorted(directory.glob("report-*.png"))
+    return links + [(f"picture: {path.stem.removeprefix('report-')}", path.name) for path in pictures]
+
+
+def render(
+    rows: Sequence[RunRow],
+    *,
+    title: str,
+    lessons: Sequence[str] = (),
+    links: Mapping[str, Sequence[Link]] | None = None,
+) -> str:
+    """The HTML document. `links` are those of each group; the lessons of past incidents come last."""
     groups: dict[tuple[str, bool], list[RunRow]] = {}
     for row in rows:
         groups.setdefault((row.group, row.is_sweep), []).append(row)
     script = resource("index.js")
-    body = "\n".join(table_of(*group, rows=members) for group, members in groups.items())
+    links = links or {}
+    body = "\n".join(table_of(*group, rows=members, links=links.get(group[0], ())) for group, members in groups.items())
     if lessons:
         items = "\n".join(f"<li>{escape(line.removeprefix('- '))}</li>" for line in lessons)
         body += f"\n<section><h2>Lessons</h2><ul>\n{items}\n</ul></section>"
@@ -112,25 +143,39 @@ def render(rows: Sequence[RunRow], *, title: str, lessons: Sequence[str] = ()) -
     )
 
 
-def table_of(group: str, is_sweep: bool, *, rows: Sequence[RunRow]) -> str:
-    """The table of one sweep, or of the runs in one directory."""
+def table_of(group: str, is_sweep: bool, *, rows: Sequence[RunRow], links: Sequence[Link] = ()) -> str:
+    """The table of one sweep, or of the runs in one directory, with its links and the button that compares runs."""
     name = escape(group if group != "." else "")
     heading = f"Sweep {name}" if is_sweep else name or "Runs"
-    heads = "".join(
-        f'<th{" class=n" if head in NUMERIC else ""}><button type="button">{head}</button></th>'
-        if head
-        else "<th>loss curve</th>"
-        for head in HEADS
-    )
+    prefix = "" if group in ("", ".") else f"{group}/"
+    listed = "".join(f' <a href="{escape(quote(prefix + file))}">{escape(text)}</a>' for text, file in links)
+    page = escape(quote(f"{prefix}{COMPARISON_PAGE}")) if any(file == COMPARISON_PAGE for _, file in links) else ""
+    button = f'<button type="button" class="tool compare" data-page="{page}">compare the selected runs</button>'
+    tools = f'<p class="tools">{button} <output class="quiet"></output></p>' if len(rows) > 1 else ""
     body = "\n".join(line_of(row) for row in rows)
+    heads = "".join(head_of(head) for head in HEADS)
     table = f'<table class="sortable"><thead><tr>{heads}</tr></thead><tbody>\n{body}\n</tbody></table>'
-    return f'<section><h2>{heading}</h2><div class="wide">{table}</div></section>'
+    title = f'<h2>{heading}<span class="links">{listed}</span></h2>'
+    return f'<section>{title}{tools}<div class="wide">{table}</div></section>'
+
+
+def head_of(head: str) -> str:
+    """A column's heading; a button sorts by the column."""
+    if head == PICK:
+        return '<th><span class="unseen">select</span></th>'
+    if head == CURVE:
+        return f"<th>{head}</th>"
+    order = ' aria-sort="ascending"' if head == "run" else ""
+    return f'<th{" class=n" if head in NUMERIC else ""}{order}><button type="button">{head}</button></th>'
 
 
 def line_of(row: RunRow) -> str:
-    name = escape(row.name if row.name != "." else "this run")
+    place = row.name if row.group in ("", ".") else row.name.removeprefix(f"{row.group}/")
+    name = escape(place if place != "." else "this run")
     link = f'<a href="{escape(quote(f"{row.name}/dashboard.html"))}">{name}</a>' if row.has_page else name
+    pick = f'<input type="checkbox" class="pick" aria-label="select {name}" data-path="{escape(place)}">'
     cells: list[tuple[str, str | float]] = [
+        (pick, ""),
         (link, row.name),
         (f'<span class="state-{escape(row.state)}">{escape(row.state)}</span>', row.state),
         (f"{row.step:,} of {row.num_steps:,}", row.step),
@@ -138,8 +183,8 @@ def line_of(row: RunRow) -> str:
         (sparkline_svg(row.losses), ""),
         (format_loss(row.eval_loss), row.eval_loss),
         (incidents_cell(row), row.num_incidents),
-        (f"{row.goodput:.1%}", row.goodput),
-        (f"{row.tax:.2%}", row.tax),
+        (goodput_cell(row), row.goodput),
+        (f"{row.lost_to_recovery:.2%}", row.lost_to_recovery),
         ("" if math.isnan(row.tokens_per_s) else f"{row.tokens_per_s:,.0f}", row.tokens_per_s),
         (escape(row.started), row.started),
     ]
@@ -149,6 +194,12 @@ def line_of(row: RunRow) -> str:
 
 def incidents_cell(row: RunRow) -> str:
     return f"{row.num_incidents} ({count_noun(row.incident_steps, 'step')})" if row.num_incidents else "0"
+
+
+def goodput_cell(row: RunRow) -> str:
+    return (
+        f'<span title="lost to {escape(row.lost_to)}">{row.goodput:.1%}</span>' if row.lost_to else f"{row.goodput:.1%}"
+    )
 
 
 def cell_of(head: str, text: str, value: str | float) -> str:

@@ -2,40 +2,14 @@
 // The page: tiles, tables and dialogs around the panels, event handlers, and polling of a live server.
 
 const POLL_MS = 2000;
-const element = (id) => document.getElementById(id);
-
-// An element with attributes and children; strings become text nodes, never HTML.
-function make(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name === "style") Object.assign(node.style, value);
-    else if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else node.setAttribute(name, value);
-  }
-  node.append(...children);
-  return node;
-}
-
-const number = (value) => Number(value).toLocaleString("en", { maximumFractionDigits: 0 });
-const percent = (share) => `${share === 0 || share === 1 ? 100 * share : (100 * share).toFixed(share < 0.1 || share > 0.99 ? 2 : 1)} %`;
-const metric = (value) => new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 }).format(value);
-
-function duration(seconds) {
-  if (seconds < 10) return `${seconds.toFixed(2)} s`;
-  const whole = Math.round(seconds), pad = (n) => String(n).padStart(2, "0");
-  const days = Math.floor(whole / 86400), rest = `${Math.floor((whole % 86400) / 3600)}:${pad(Math.floor((whole % 3600) / 60))}:${pad(whole % 60)}`;
-  return days ? `${days} d ${rest}` : rest;
-}
-
-const clock = (seconds) => new Date(seconds * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" });
-
+const GROWING = ["steps", "probes", "evals"];
 const data = JSON.parse(element("data").textContent);
 const state = { axis: "iteration", view: null, whole: [0, 1], facts: data.facts, tables: {} };
 
 function prepare() {
   for (const table of Object.values(state.tables)) table.milliseconds = table.time.map((seconds) => seconds * 1000);
   const { steps } = state.tables;
-  if (steps.columns.loss) steps.columns.loss_smooth = smoothed(steps.columns.loss);
+  addLosses(steps);
   const xs = xsOf(state, steps), others = state.facts.marks.map((mark) => axisOf(state, mark));
   let first = xs.length ? xs[0] : Infinity, last = xs.length ? xs[xs.length - 1] : -Infinity;
   for (const x of others) { first = Math.min(first, x); last = Math.max(last, x); }
@@ -56,7 +30,7 @@ function tile(label, value, more, extra) {
 function showHead() {
   const { run, goodput } = state.facts;
   element("line").replaceChildren(
-    [`started ${clock(run.started)}`, `${run.world_size} ranks`, run.num_starts > 1 ? `${run.num_starts} starts` : "", run.reason, run.unread].filter(Boolean).join(" · "));
+    [`started ${clock(run.started)}`, run.world_size === 1 ? "1 rank" : `${run.world_size} ranks`, run.num_starts > 1 ? `${run.num_starts} starts` : "", run.reason, run.unread].filter(Boolean).join(" · "));
   const share = run.num_steps ? Math.min(1, run.step / run.num_steps) : 0;
   const bar = make("div", { class: "bar" }, make("i", { style: { width: `${100 * share}%` } }));
   const money = run.cost === null ? "" : ` · cost ${number(run.cost)}`;
@@ -66,7 +40,7 @@ function showHead() {
     tile("loss", run.loss, run.eval_loss === null ? "" : `held out ${run.eval_loss}`),
     tile("throughput", `${metric(run.tokens_per_s)} tokens/s`, run.mfu === null ? "" : `${percent(run.mfu)} MFU`),
     tile("goodput", percent(goodput.of_time), `${percent(goodput.of_tokens)} of the tokens kept`),
-    tile("stability tax", percent(goodput.tax), goodput.tax_more),
+    tile("time lost to recovery", percent(goodput.lost), goodput.lost_more),
     tile("incidents", number(state.facts.incidents.length), state.facts.incidents_more),
     tile(run.eta_s === null ? "wall time" : "ETA", duration(run.eta_s === null ? goodput.wall_s : run.eta_s), (run.eta_s === null ? "" : `so far ${duration(goodput.wall_s)}`) + money),
   );
@@ -83,11 +57,36 @@ function showIncidents() {
 
 const SHARES = { kept: "blue", refused: "red", undone: "orange", restoring: "violet", saving: "green", evaluating: "pale", starting: "grey", paused: "quiet", stopped: "ink" };
 
+const CAUSE_COLORS = {
+  "killed rank": "red", "hung rank": "orange", "error in a rank": "violet", "out of memory": "brown", "lost launcher": "ink", "lost node": "quiet", "storage": "teal",
+  "unknown failure": "grey", "stop and resume": "pale", "rewind or rollback": "violet", "rejected updates": "red", "first start": "grey", "checkpoints": "green",
+  "evaluation": "pale", "pause": "quiet",
+};
+
+// A bar of shares; every item has a name, a share and a color.
+function shareBar(items) {
+  const shown = items.filter((item) => item.share > 0);
+  return make("div", { class: "shares", role: "img", "aria-label": shown.map((item) => `${item.name} ${percent(item.share)}`).join(", ") },
+    ...shown.map((item) => make("i", { title: `${item.name}: ${percent(item.share)}`, style: { flex: `${item.share} 0 0`, background: `var(--${item.color})` } })));
+}
+
+// The time outside kept steps by cause; shares and bar are of the wall time.
+function lostByCause({ causes, lost_s: lost }) {
+  if (!causes.length) return [];
+  const color = (item) => CAUSE_COLORS[item.cause] || "grey";
+  const head = make("tr", {}, make("th", {}, "cause"), ...["time", "share", "times", "steps"].map((text) => make("th", { class: "n" }, text)), make("th", { class: "meaning" }, "meaning"));
+  const body = causes.map((item) => make("tr", {},
+    make("td", {}, make("i", { class: "dot", style: { background: `var(--${color(item)})` } }), item.cause),
+    make("td", { class: "n" }, duration(item.seconds)), make("td", { class: "n" }, percent(item.share)), make("td", { class: "n" }, number(item.times)),
+    make("td", { class: "n" }, item.steps ? number(item.steps) : ""), make("td", { class: "quiet meaning" }, item.meaning)));
+  return [make("h3", { class: "causes-title" }, `Lost time by cause: ${duration(lost)}`),
+    shareBar(causes.map((item) => ({ name: item.cause, share: item.share, color: color(item) }))),
+    make("div", { class: "wide" }, make("table", { id: "causes" }, make("thead", {}, head), make("tbody", {}, ...body)))];
+}
+
 function showGoodput() {
   const { goodput } = state.facts;
-  const rows = goodput.accounts.filter((account) => account.seconds > 0);
-  const bar = make("div", { class: "shares", role: "img", "aria-label": rows.map((item) => `${item.label} ${percent(item.share)}`).join(", ") },
-    ...rows.map((item) => make("i", { title: `${item.label}: ${percent(item.share)}`, style: { flex: `${item.share} 0 0`, background: `var(--${SHARES[item.account]})` } })));
+  const bar = shareBar(goodput.accounts.map((item) => ({ name: item.label, share: item.share, color: SHARES[item.account] })));
   const body = goodput.accounts.map((item) => make("tr", {},
     make("td", {}, make("i", { class: "dot", style: { background: `var(--${SHARES[item.account]})` } }), item.label),
     make("td", { class: "n" }, duration(item.seconds)), make("td", { class: "n" }, percent(item.share)),
@@ -96,7 +95,7 @@ function showGoodput() {
     make("th", { class: "n" }, "steps"), make("th", { class: "meaning" }, "meaning"));
   element("goodput").replaceChildren(
     make("p", { class: "sums" }, ...goodput.sums.map(([value, text]) => make("span", {}, make("b", {}, percent(value)), ` ${text}`))),
-    bar, make("div", { class: "wide" }, make("table", {}, make("thead", {}, head), make("tbody", {}, ...body))), make("p", { class: "quiet" }, goodput.note));
+    bar, make("div", { class: "wide" }, make("table", {}, make("thead", {}, head), make("tbody", {}, ...body))), ...lostByCause(goodput), make("p", { class: "quiet" }, goodput.note));
 }
 
 function showGuilty() {
@@ -116,20 +115,54 @@ function showLog() {
   element("log").replaceChildren(...(rows.length ? rows : [make("p", { class: "none" }, "Nothing yet.")]));
 }
 
+// The marks on the timeline; in the panels they are vertical lines, triangles and shaded areas.
 function showKey() {
-  const present = new Set(state.facts.marks.map((mark) => mark.kind));
-  const glyphs = { start: "|", end: "■", checkpoint: "●", trouble: "✕", fault: "★", intervention: "◆", refused: "▲", finding: "○", action: "▼", restored: "◀" };
-  element("key").replaceChildren(...Object.entries(MARKS).filter(([kind]) => present.has(kind)).map(([kind, look]) =>
-    make("li", {}, make("b", { style: { color: `var(--${look.color})` } }, glyphs[kind]), look.name)));
+  const present = new Set(state.facts.marks.map((mark) => mark.kind)), inPanels = new Set([...Object.keys(LINED), "refused", "action"]);
+  const entry = ([kind, look]) => make("li", {}, make("b", { style: { color: `var(--${look.color})` } }, GLYPHS[kind]), look.name);
+  const entries = Object.entries(MARKS).filter(([kind]) => present.has(kind));
+  element("key").replaceChildren(...entries.map(entry));
+  const shaded = state.facts.incidents.length ? [make("li", {}, make("b", { class: "shade" }), "incident")] : [];
+  element("panel-key").replaceChildren(...shaded, ...entries.filter(([kind]) => inPanels.has(kind)).map(entry));
+}
+
+// --- what the run is
+
+function showSetup() {
+  const { groups, starts, config } = data.setup;
+  element("setup-groups").replaceChildren(...groups.map(([title, rows]) => make("div", { class: "group" }, make("h3", {}, title), facts(rows))));
+  if (starts.length) element("setup-groups").append(make("div", { class: "group" }, make("h3", {}, "Starts"),
+    table(["time", "commit", "ranks", "machine of rank 0"], starts.map(([time, ...rest]) => [time ? clock(time) : "", ...rest]))));
+  element("setup").hidden = !groups.length;
+  element("config").hidden = !config.length;
+  element("config-list").replaceChildren(...config.map(([section, rows]) => {
+    const changed = rows.filter((row) => row[2] !== null).length;
+    const body = rows.map(([key, value, normal]) => make("tr", normal === null ? { "data-key": key } : { "data-key": key, class: "changed" },
+      make("td", {}, key), make("td", {}, value), make("td", { class: "quiet" }, normal === null ? "" : `default: ${normal}`)));
+    return make("details", changed ? { open: "" } : {},
+      make("summary", {}, section, make("span", { class: "quiet" }, ` ${rows.length} keys${changed ? `, ${changed} changed` : ""}`)),
+      make("div", { class: "wide" }, make("table", { class: "config" }, make("tbody", {}, ...body))));
+  }));
+  filterConfig();
+}
+
+// Shows the keys whose name or value contains the text; without a text, or with the box ticked, only the changed ones.
+function filterConfig() {
+  const wanted = element("config-search").value.trim().toLowerCase(), changedOnly = element("config-changed").checked && !wanted;
+  let count = 0;
+  for (const section of element("config-list").children) {
+    let shown = 0;
+    for (const row of section.querySelectorAll("tbody tr")) {
+      row.hidden = changedOnly ? !row.classList.contains("changed") : !row.textContent.toLowerCase().includes(wanted);
+      shown += row.hidden ? 0 : 1;
+    }
+    section.hidden = shown === 0;
+    if (wanted || changedOnly) section.open = shown > 0;
+    count += shown;
+  }
+  element("config-count").textContent = `${count} ${count === 1 ? "key" : "keys"}`;
 }
 
 // --- the dialog of one incident
-
-function facts(pairs) {
-  const list = make("dl", { class: "facts" });
-  for (const [name, value] of pairs) if (value) list.append(make("dt", {}, name), make("dd", {}, value));
-  return list;
-}
 
 function openDrawer(wanted) {
   const incident = state.facts.incidents.find((item) => item.number === wanted);
@@ -153,11 +186,6 @@ function openDrawer(wanted) {
   history.replaceState(null, "", `#incident-${incident.number}`);
 }
 
-function table(heads, rows) {
-  return make("div", { class: "wide" }, make("table", {}, make("thead", {}, make("tr", {}, ...heads.map((head) => make("th", {}, head)))),
-    make("tbody", {}, ...rows.map((row) => make("tr", {}, ...row.map((cell) => make("td", {}, String(cell))))))));
-}
-
 function zoomTo(incident) {
   const [first, last] = span(state, incident), margin = Math.max((last - first) * 2, (state.whole[1] - state.whole[0]) / 500);
   element("drawer").close();
@@ -179,6 +207,7 @@ function figureOf(id) {
 function draw(id) {
   const place = element(id === "strip" ? "strip" : `draw-${id}`);
   const isNew = !place.classList.contains("js-plotly-plot"), { traces, layout } = figureOf(id);
+  if (paper.isPrinting) Object.assign(layout, { width: place.clientWidth, height: place.clientHeight });
   Plotly.react(place, traces, layout, { displayModeBar: false, responsive: true, doubleClick: false });
   if (isNew) {
     place.on("plotly_relayout", (change) => {
@@ -204,15 +233,24 @@ function drawNext() {
 
 function drawAll() {
   delete document.body.dataset.drawn;
-  stale.add("strip");
-  for (const panel of PANELS) if (element(`draw-${panel.id}`)) stale.add(panel.id);
+  for (const id of figureIds()) stale.add(id);
   if (!drawing) { drawing = true; requestAnimationFrame(drawNext); }
 }
+
+const figureIds = () => ["strip", ...PANELS.map((panel) => panel.id).filter((id) => element(`draw-${id}`))];
 
 function look(view) {
   state.view = view;
   element("whole").hidden = !view;
   drawAll();
+}
+
+// What each line of a panel is; a heat map has a labelled colour bar instead.
+function legend(panel) {
+  const present = (panel.lines || []).filter((line) => line.column in state.tables[line.table || panel.table].columns);
+  const swatch = (line) => (line.mode === "markers" ? make("b", { style: { color: `var(--${line.color})` } }, "●")
+    : make("b", { class: "line", style: { borderTop: `${line.filled ? 8 : 2}px ${line.dash === "dot" ? "dotted" : "solid"} var(--${line.color})` } }));
+  return make("ul", { class: "key legend" }, ...present.map((line) => make("li", {}, swatch(line), line.name)));
 }
 
 function layPanels() {
@@ -221,10 +259,12 @@ function layPanels() {
   for (const panel of PANELS) {
     if (element(`draw-${panel.id}`) || !hasData(state, panel)) continue;
     const drawn = make("div", { class: "draw", id: `draw-${panel.id}`, "data-id": panel.id });
-    const note = [panel.note, panel.who && state.facts.who[panel.who]].filter(Boolean).join("; ");
-    element("panels").append(make("figure", { class: "panel", style: { margin: "0" } }, make("h3", {}, panel.title), make("p", { class: "quiet" }, note), drawn));
+    const note = [panel.note, panel.who && state.facts.who[panel.who], panel.table === "system" && state.facts.machines].filter(Boolean).join("; ");
+    const parts = [make("h3", {}, panel.title), ...(note ? [make("p", { class: "quiet" }, note)] : []), legend(panel), drawn];
+    element(panel.system ? "system-panels" : "panels").append(make("figure", { class: "panel", style: { margin: "0" } }, ...parts));
     watcher.observe(drawn);
   }
+  element("system").hidden = !element("system-panels").children.length;
   element("strip").dataset.id = "strip";
   seen.add("strip");
 }
@@ -238,10 +278,11 @@ function showAll() {
 async function poll() {
   const { steps, probes, evals } = state.tables;
   try {
-    const answer = await fetch(`data.json?steps=${steps.total}&probes=${probes.total}&evals=${evals.total}&seen=${state.facts.revision}`);
+    const answer = await fetch(`data.json?steps=${steps.total}&probes=${probes.total}&evals=${evals.total}&seen=${state.facts.revision}&load=${state.facts.load}`);
     if (answer.status === 200) {
       const update = await answer.json();
-      for (const name of Object.keys(state.tables)) state.tables[name] = append(state.tables[name], unpack(update[name]));
+      for (const name of GROWING) state.tables[name] = append(state.tables[name], unpack(update[name]));
+      if (update.system) state.tables.system = unpack(update.system);
       state.facts = update.facts;
       showAll();
     }
@@ -250,19 +291,18 @@ async function poll() {
 }
 
 function start() {
-  for (const name of ["steps", "probes", "evals"]) state.tables[name] = unpack(data[name]);
+  for (const name of [...GROWING, "system"]) state.tables[name] = unpack(data[name]);
   element("axis").onchange = (event) => { state.axis = event.target.value; state.view = null; element("whole").hidden = true; prepare(); drawAll(); };
   element("whole").onclick = () => look(null);
-  element("theme").onclick = () => {
-    const isDark = getComputedStyle(document.documentElement).colorScheme === "dark" || (!document.documentElement.dataset.theme && matchMedia("(prefers-color-scheme: dark)").matches);
-    document.documentElement.dataset.theme = isDark ? "light" : "dark";
-    drawAll();
-  };
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+  onTheme(drawAll);
   element("close").onclick = () => element("drawer").close();
   element("drawer").addEventListener("close", () => history.replaceState(null, "", " "));
   element("drawer").addEventListener("click", (event) => event.target === element("drawer") && element("drawer").close());
+  element("config-search").oninput = filterConfig;
+  element("config-changed").onchange = filterConfig;
+  onPrint(() => { stale.clear(); figureIds().forEach(draw); }, drawAll);
   showAll();
+  showSetup();
   const wanted = /^#incident-(\d+)$/.exec(location.hash);
   if (wanted) openDrawer(Number(wanted[1]));
   if (data.live) setTimeout(poll, POLL_MS);

@@ -1,4 +1,4 @@
-"""Renders the dashboard of one run as a single HTML document that works without a network.
+"""Renders the dashboard of one run, or a comparison of runs, as a single HTML document that works without a network.
 
 Style, script, plotting library and data are embedded. Data is JSON with every `<`, `>` and `&` escaped, and the script
 inserts texts as text nodes. The Content-Security-Policy allows only the two embedded scripts, by their hashes. So text
@@ -11,6 +11,7 @@ import base64
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from functools import cache
 from html import escape
 from importlib.resources import files
@@ -18,16 +19,27 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
-SCRIPTS = ("tables.js", "panels.js", "page.js")
+SCRIPTS = ("common.js", "tables.js", "panels.js", "page.js")
+COMPARISON_SCRIPTS = ("common.js", "tables.js", "panels.js", "compare.js")
 
 
 def render(data: dict[str, Any]) -> str:
     """The HTML document for the output of `harness.analysis.dashboard.page_data.page_data`."""
-    plotly, script = library(), "\n".join(resource(name) for name in SCRIPTS)
+    return render_with_panels("page.html", SCRIPTS, data, title=data["facts"]["run"]["name"], live=data["live"])
+
+
+def render_comparison(data: dict[str, Any]) -> str:
+    """The HTML document for the output of `harness.analysis.dashboard.comparison.comparison_data`."""
+    return render_with_panels("compare.html", COMPARISON_SCRIPTS, data, title=data["title"], live=False)
+
+
+def render_with_panels(template: str, scripts: Sequence[str], data: dict[str, Any], *, title: str, live: bool) -> str:
+    """A template with its style, data, the plotting library and scripts."""
+    plotly, script = library(), "\n".join(resource(name) for name in scripts)
     return fill_template(
-        resource("page.html"),
-        title=escape(data["facts"]["run"]["name"]),
-        policy=policy(plotly, script, live=data["live"]),
+        resource(template),
+        title=escape(title),
+        policy=policy(plotly, script, live=live),
         style=resource("page.css"),
         data=script_json(data),
         plotly=plotly,

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from harness.analysis.dashboard.goodput import MEANINGS, Account, Goodput
 from harness.analysis.dashboard.incidents import IncidentStory, TakenAction
+from harness.analysis.dashboard.loss_causes import CAUSE_MEANINGS
+from harness.analysis.dashboard.run_setup import config_tree, setup_facts, value_at
 from harness.analysis.dashboard.series import ColumnTable, pack_table, thin
 from harness.analysis.dashboard.story import BlamedBatch, Story
 from harness.analysis.markdown_html import to_html
@@ -23,6 +24,7 @@ from harness.analysis.postmortem.gather import IncidentSummary
 from harness.analysis.postmortem.report.incident_text import (
     cost_in_steps,
     cost_text,
+    kind_names,
     loss_path,
     recovery_text,
     resumption_text,
@@ -36,26 +38,30 @@ STATES = {EXIT_DONE: "done", EXIT_HALTED: "halted", EXIT_INTERRUPTED: "stopped"}
 EVIDENCE = ("postmortem.html", "postmortem.md", "evidence.json")
 MOST_NAMED = 20
 """At most this many ranks, layers or batches of an incident are listed."""
+NOT_DRAWN = ("rank_grad_who", "rank_time_who", "tokens")
+"""Columns of the steps that no panel of the page draws."""
 NOTE = (
-    "Stability tax: refused and undone steps, restores, and blocking saves. Detection, the gate and in-memory "
+    "Time lost to recovery: rejected and undone steps, restores, and blocking saves. Detection, the gate and in-memory "
     "snapshots run inside every step; the log does not measure them separately, so their cost is part of the steps."
 )
 
 
 def page_data(run: RunDir, story: Story, *, now_s: float, live: bool = False) -> dict[str, Any]:
     """All data of a page."""
-    return {"live": live, "facts": facts_of(run, story, now_s=now_s)} | tables(story, first={})
+    facts = facts_of(run, story, now_s=now_s)
+    return {"live": live, "facts": facts, "setup": setup_facts(run)} | tables(story, first={})
 
 
 def tables(story: Story, *, first: dict[str, int]) -> dict[str, Any]:
-    """The rows of each table from `first` on."""
+    """The rows of each table from `first` on; the load of the machines whole, because its older rows change."""
     chosen = {"steps": story.steps, "probes": story.probes, "evals": story.evals}
-    return {name: table_data(table, first.get(name, 0)) for name, table in chosen.items()}
+    grown = {name: table_data(table, first.get(name, 0)) for name, table in chosen.items()}
+    return grown | {"system": table_data(story.system.table, 0)}
 
 
 def table_data(table: ColumnTable, first: int) -> dict[str, Any]:
     thinned = thin(table, first=min(first, len(table)))
-    for name in ("rank_grad_who", "rank_time_who"):
+    for name in NOT_DRAWN:
         thinned.lows.pop(name, None)
     return pack_table(thinned) | {"total": len(table)}
 
@@ -83,6 +89,8 @@ def facts_of(run: RunDir, story: Story, *, now_s: float) -> dict[str, Any]:
         "guilty": [guilty_facts(batch) for batch in story.guilty.values()],
         "who": {name: worst_rank(story.steps, name) for name in ("rank_grad_who", "rank_time_who")},
         "edges": list(TOKEN_LOSS_EDGES),
+        "machines": story.system.note,
+        "load": str(story.system.revision),
     }
 
 
@@ -96,7 +104,7 @@ def revision_of(run: RunDir, story: Story, *, now_s: float) -> str:
     written = sum(
         (run.path / incident_folder(number) / "postmortem.md").exists() for number in story.incidents.by_number
     )
-    return f"{story.num_lines}-{written}-{state_of(story, now_s=now_s)[0]}"
+    return f"{story.num_lines}-{written}-{story.system.revision}-{state_of(story, now_s=now_s)[0]}"
 
 
 def incident_folder(number: int) -> str:
@@ -108,7 +116,7 @@ def run_facts(run: RunDir, story: Story, goodput: Goodput, *, now_s: float) -> d
     state, more = state_of(story, now_s=now_s)
     last, started = story.last, story.started
     world_size = started.world_size if started else 0
-    price = configured(run, "cluster", "price_per_gpu_hour")
+    price = value_at(config_tree(run), "cluster", "price_per_gpu_hour")
     return {
         "name": run.path.resolve().name,
         "state": state,
@@ -177,8 +185,8 @@ def goodput_facts(goodput: Goodput) -> dict[str, Any]:
     return {
         "of_time": goodput.of_time,
         "of_tokens": goodput.of_tokens,
-        "tax": goodput.tax,
-        "tax_more": f"{count_noun(goodput.num_refused + goodput.num_undone, 'step')} refused or undone",
+        "lost": goodput.lost_to_recovery,
+        "lost_more": f"{count_noun(goodput.num_refused + goodput.num_undone, 'step')} rejected or undone",
         "wall_s": wall_s,
         "accounts": [
             {
@@ -191,13 +199,30 @@ def goodput_facts(goodput: Goodput) -> dict[str, Any]:
             }
             for account, seconds in goodput.seconds.items()
         ],
+        "causes": cause_facts(goodput),
+        "lost_s": goodput.lost_s,
         "sums": [
             [goodput.of_time, "goodput: share of the wall time in kept steps"],
-            [goodput.tax, "stability tax: share of the wall time lost to refused and undone steps, restores and saves"],
+            [goodput.lost_to_recovery, "of the wall time lost to recovery: rejected and undone steps, restores, saves"],
             [goodput.of_tokens, f"of {goodput.tokens_consumed:,} consumed tokens are in kept steps"],
         ],
         "note": NOTE,
     }
+
+
+def cause_facts(goodput: Goodput) -> list[dict[str, Any]]:
+    """The time outside kept steps by cause, the largest first."""
+    return [
+        {
+            "cause": cause,
+            "meaning": CAUSE_MEANINGS[cause],
+            "seconds": cost.seconds,
+            "share": cost.seconds / goodput.wall_s if goodput.wall_s else 0.0,
+            "times": cost.times,
+            "steps": cost.steps,
+        }
+        for cause, cost in goodput.lost.items()
+    ]
 
 
 def incident_facts(run: RunDir, story: IncidentStory, summary: IncidentSummary | None, *, state: str) -> dict[str, Any]:
@@ -208,7 +233,7 @@ def incident_facts(run: RunDir, story: IncidentStory, summary: IncidentSummary |
     names = [name for name in EVIDENCE if (run.path / folder / name).exists()]
     return {
         "number": story.number,
-        "kinds": story.kinds,
+        "kinds": kind_names(story.kinds),
         "onset": story.onset if numbers.onset is None else numbers.onset,
         "last": story.last,
         "time": story.time,
@@ -297,17 +322,6 @@ def spell_seconds(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes % 60} min"
     return f"{minutes} min" if minutes else f"{int(seconds)} s"
-
-
-def configured(run: RunDir, *keys: str) -> Any:
-    """A value of the run's configuration; None if it is not there."""
-    try:
-        tree = yaml.safe_load(run.config.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
-        return None
-    for key in keys:
-        tree = tree.get(key) if isinstance(tree, dict) else None
-    return tree
 
 
 def read_text(path: Path) -> str:

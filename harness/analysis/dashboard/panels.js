@@ -4,60 +4,84 @@
 const MOST_GROUPS = 500, MOST_HEAT = 160, MOST_LINES = 150;
 
 const PANELS = [
-  { id: "loss", title: "Loss", note: "of each step, smoothed, and held out", table: "steps", focus: true, lines: [
+  { id: "loss", title: "Loss", unit: "nats per token", table: "steps", focus: true, lines: [
     { column: "loss", name: "each step", color: "pale", width: 1 },
-    { column: "loss_bound", name: "gate's bound", color: "grey", width: 0.6, optional: true },
-    { column: "loss_smooth", name: "smoothed", color: "blue", width: 2 },
+    { column: "loss_bound", name: "gate bound: the update is rejected above it", color: "grey", width: 1.2, dash: "dot", optional: true },
+    { column: "loss_smooth", name: "moving average, applied", color: "blue", width: 2 },
+    { column: "loss_rejected", name: "rejected, not applied", color: "red", mode: "markers" },
     { column: "loss", name: "held out", color: "orange", table: "evals", mode: "lines+markers", width: 1 } ] },
-  { id: "lr", title: "Learning rate", table: "steps", zero: true, lines: [
+  { id: "lr", title: "Learning rate", unit: "learning rate", table: "steps", zero: true, lines: [
     { column: "lr", name: "learning rate", color: "blue" } ] },
-  { id: "grad", title: "Gradient norm", note: "before clipping; the gate rejects updates above its bound", table: "steps", log: true, lines: [
-    { column: "grad_bound", name: "gate's bound", color: "grey", width: 0.8, optional: true },
+  { id: "grad", title: "Gradient norm", unit: "norm before clipping", table: "steps", log: true, lines: [
+    { column: "grad_bound", name: "gate bound: the update is rejected above it", color: "grey", width: 1.2, dash: "dot", optional: true },
     { column: "grad_norm", name: "gradient norm", color: "blue" } ] },
-  { id: "activation", title: "Activations by layer", note: "RMS of the residual stream", table: "probes", heat: "activation:" },
-  { id: "moment", title: "Adam's second moment", note: "its norm; gradient / sqrt(v), usually about 1 (far above 1: the second moment is stale)", table: "probes", log: true, lines: [
+  { id: "activation", title: "Activations by layer", note: "the highest value of each time interval", unit: "layer", colors: "RMS of the residual stream", table: "probes", heat: "activation:" },
+  { id: "moment", title: "Adam's second moment", note: "a ratio of about 1 is normal; far above 1, the second moment is stale", unit: "norm of v", rightUnit: "ratio", table: "probes", log: true, lines: [
     { column: "v_norm", name: "norm of v", color: "blue" },
-    { column: "square_ratio", name: "gradient / sqrt(v)", color: "orange", right: true } ] },
-  { id: "weights", title: "Weights", note: "weight norm; update norm relative to it", table: "probes", lines: [
+    { column: "square_ratio", name: "gradient / sqrt(v), right axis", color: "orange", right: true } ] },
+  { id: "weights", title: "Weights", unit: "norm", rightUnit: "ratio", table: "probes", lines: [
     { column: "param_norm", name: "weight norm", color: "blue" },
-    { column: "update_ratio", name: "update norm / weight norm", color: "orange", right: true } ] },
-  { id: "tokens", title: "Token losses", note: "share of the tokens with a loss in each bin, in nats", table: "probes", heat: "token_loss:" },
-  { id: "rankgrad", title: "Gradient norm by rank", note: "before the reduction: median, and the rank farthest from it", table: "steps", log: true, lines: [
-    { column: "rank_grad_worst", name: "farthest", color: "orange", width: 1 },
-    { column: "rank_grad_median", name: "median", color: "blue" } ], who: "rank_grad_who" },
-  { id: "ranktime", title: "Busy time by rank", note: "seconds per step without waiting for other ranks", table: "steps", zero: true, lines: [
-    { column: "rank_time_worst", name: "farthest", color: "orange", width: 1 },
-    { column: "rank_time_median", name: "median", color: "blue" } ], who: "rank_time_who" },
-  { id: "scale", title: "Loss scale", note: "fp16 only", table: "steps", log: true, lines: [
+    { column: "update_ratio", name: "update norm / weight norm, right axis", color: "orange", right: true } ] },
+  { id: "tokens", title: "Token losses", note: "how many tokens have a loss in each range", unit: "loss (nats)", colors: "share of the tokens", table: "probes", heat: "token_loss:" },
+  { id: "rankgrad", title: "Gradient norm by rank", note: "before the reduction", unit: "norm", table: "steps", log: true, lines: [
+    { column: "rank_grad_worst", name: "rank farthest from the median", color: "orange", width: 1 },
+    { column: "rank_grad_median", name: "median of the ranks", color: "blue" } ], who: "rank_grad_who" },
+  { id: "ranktime", title: "Busy time by rank", note: "without waiting for other ranks", unit: "seconds per step", table: "steps", zero: true, lines: [
+    { column: "rank_time_worst", name: "rank farthest from the median", color: "orange", width: 1 },
+    { column: "rank_time_median", name: "median of the ranks", color: "blue" } ], who: "rank_time_who" },
+  { id: "scale", title: "Loss scale", note: "fp16 only", unit: "factor", table: "steps", log: true, lines: [
     { column: "loss_scale", name: "loss scale", color: "blue" } ] },
-  { id: "fp8", title: "fp8 underflow", note: "share of values that underflow to zero, in the worst layer group; grey: computed in bf16", table: "probes", zero: true, format: ".2~%", lines: [
-    { column: "in_bf16", name: "in bf16", color: "grey", table: "steps", width: 0.5, filled: true },
+  { id: "fp8", title: "fp8 underflow and saturation", note: "the worst layer group", unit: "share of the values", table: "probes", zero: true, format: ".2~%", lines: [
+    { column: "in_bf16", name: "step computed in bf16", color: "grey", table: "steps", width: 0.5, filled: true },
     { column: "fp8_saturated", name: "saturated", color: "orange", width: 1 },
-    { column: "fp8_underflow", name: "underflow", color: "blue", mode: "lines+markers" } ] },
-  { id: "fp8scale", title: "fp8 scales", note: "log2 of the smallest and the largest scale", table: "probes", lines: [
+    { column: "fp8_underflow", name: "underflow to zero", color: "blue", mode: "lines+markers" } ] },
+  { id: "fp8scale", title: "fp8 scales", unit: "log2 of the scale", table: "probes", lines: [
     { column: "fp8_scale_least", name: "smallest", color: "orange", mode: "lines+markers" },
     { column: "fp8_scale_most", name: "largest", color: "blue", mode: "lines+markers" } ] },
-  { id: "speed", title: "Throughput", note: "tokens per second; MFU if the peak rate is known", table: "steps", zero: true, format: "~s", rightFormat: ".0%", lines: [
-    { column: "tokens_per_s", name: "tokens/s", color: "blue" },
-    { column: "mfu", name: "MFU", color: "orange", right: true } ] },
-  { id: "memory", title: "Memory", note: "peak memory of rank 0, in bytes", table: "steps", zero: true, format: "~s", lines: [
-    { column: "memory_bytes", name: "memory", color: "blue" } ] },
+  { id: "speed", title: "Throughput", unit: "tokens per second", rightUnit: "MFU", table: "steps", zero: true, format: "~s", rightFormat: ".0%", lines: [
+    { column: "tokens_per_s", name: "all ranks together", color: "blue" },
+    { column: "mfu", name: "MFU, right axis", color: "orange", right: true } ] },
+  { id: "memory", title: "Peak memory of rank 0", note: "its device; on CPU, its process", unit: "bytes", table: "steps", zero: true, format: "~s", lines: [
+    { column: "memory_bytes", name: "peak memory", color: "blue" } ] },
+  { id: "loader", title: "Loader wait", note: "time for which rank 0 waits for its batch", unit: "seconds", table: "steps", zero: true, system: true, format: "~s", lines: [
+    { column: "loader_wait_s", name: "wait for the batch", color: "blue" } ] },
+  { id: "gpuutil", title: "GPU utilisation", unit: "share of the time", table: "system", zero: true, system: true, format: ".0%", lines: [
+    { column: "gpu_utilization_least", name: "lowest GPU", color: "orange", width: 1 },
+    { column: "gpu_utilization_mean", name: "mean of all GPUs", color: "blue" } ] },
+  { id: "gpumemory", title: "GPU memory", note: "all processes on the GPU", unit: "bytes", table: "system", zero: true, system: true, format: "~s", lines: [
+    { column: "gpu_memory_most", name: "fullest GPU", color: "orange", width: 1 },
+    { column: "gpu_memory_mean", name: "mean of all GPUs", color: "blue" } ] },
+  { id: "gpupower", title: "GPU power", unit: "watts", table: "system", zero: true, system: true, lines: [
+    { column: "gpu_power_most", name: "highest GPU", color: "orange", width: 1 },
+    { column: "gpu_power_mean", name: "mean of all GPUs", color: "blue" } ] },
+  { id: "gputemperature", title: "GPU temperature", unit: "°C", table: "system", system: true, lines: [
+    { column: "gpu_temperature_most", name: "hottest GPU", color: "orange", width: 1 },
+    { column: "gpu_temperature_mean", name: "mean of all GPUs", color: "blue" } ] },
+  { id: "hostmemory", title: "Host memory", unit: "bytes", table: "system", zero: true, system: true, format: "~s", lines: [
+    { column: "host_memory_total", name: "installed", color: "grey", width: 1.2, dash: "dot" },
+    { column: "host_memory_most", name: "in use, fullest machine", color: "blue" },
+    { column: "process_memory_most", name: "first rank of a machine, resident", color: "orange", width: 1 } ] },
+  { id: "cpuload", title: "CPU load", unit: "load average / cores", table: "system", zero: true, system: true, lines: [
+    { column: "cpu_load_most", name: "highest machine", color: "orange", width: 1 },
+    { column: "cpu_load_mean", name: "mean of all machines", color: "blue" } ] },
 ];
 
 const MARKS = {
   start: { name: "start", color: "grey", symbol: "line-ns-open", lane: "starts" },
+  restart: { name: "ranks restarted", color: "red", symbol: "line-ns-open", lane: "starts" },
   end: { name: "end", color: "grey", symbol: "square", lane: "starts" },
   checkpoint: { name: "checkpoint", color: "green", symbol: "circle", lane: "saves" },
   trouble: { name: "bad checkpoint", color: "red", symbol: "x-thin-open", lane: "saves" },
   fault: { name: "fault injected", color: "violet", symbol: "star", lane: "faults" },
-  intervention: { name: "operator", color: "orange", symbol: "diamond", lane: "operator" },
-  refused: { name: "refused", color: "red", symbol: "triangle-up", lane: "sentinel" },
+  intervention: { name: "operator command", color: "orange", symbol: "diamond", lane: "operator" },
+  refused: { name: "update rejected", color: "red", symbol: "triangle-up", lane: "sentinel" },
   finding: { name: "finding", color: "orange", symbol: "circle-open", lane: "sentinel" },
   action: { name: "action", color: "red", symbol: "triangle-down", lane: "sentinel" },
-  restored: { name: "restored", color: "blue", symbol: "triangle-left", lane: "sentinel" },
+  restored: { name: "state restored", color: "blue", symbol: "triangle-left", lane: "sentinel" },
 };
 const LANES = ["starts", "saves", "faults", "operator", "sentinel", "incidents"];
-const LINED = { start: "dot", fault: "dash", intervention: "dash", restored: "solid" };
+const GLYPHS = { start: "|", restart: "↻", end: "■", checkpoint: "●", trouble: "✕", fault: "★", intervention: "◆", refused: "▲", finding: "○", action: "▼", restored: "◀" };
+const LINED = { start: "dot", restart: "dot", fault: "dash", intervention: "dash", restored: "solid" };
 
 const probe = document.createElement("i");
 probe.hidden = true;
@@ -77,10 +101,12 @@ const folded = (text) => plain(text.length > 300 ? `${text.slice(0, 300)} …` :
 const axisOf = (state, item) => (state.axis === "time" ? item.time * 1000 : item.iteration);
 const xsOf = (state, table) => (state.axis === "time" ? table.milliseconds : table.iteration);
 
+const axisTitle = (text, standoff) => ({ text, standoff, font: { size: 11.5 } });
+
 function base(state) {
   const grid = ink("grid"), quiet = ink("quiet");
   return {
-    margin: { l: 56, r: 16, t: 8, b: state.axis === "time" ? 44 : 30 },
+    margin: { l: 64, r: 16, t: 8, b: state.axis === "time" ? 58 : 44 },
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: "system-ui, sans-serif", size: 11.5, color: quiet },
@@ -91,6 +117,7 @@ function base(state) {
     xaxis: {
       type: state.axis === "time" ? "date" : "linear", range: [...(state.view || state.whole)], autorange: false,
       gridcolor: grid, zeroline: false, tickformat: state.axis === "time" ? undefined : ",d", nticks: 6, automargin: false,
+      title: axisTitle(state.axis === "time" ? "wall clock (UTC)" : "iteration", 6),
     },
     yaxis: { gridcolor: grid, zeroline: false, fixedrange: true, automargin: false, tickmode: "auto", nticks: 5, exponentformat: "power" },
   };
@@ -163,16 +190,17 @@ function lineFigure(state, panel) {
     traces.push({
       type: "scatter", mode: line.mode || (x.length === 1 ? "markers" : "lines"), x, y, name: line.name, optional: line.optional,
       yaxis: line.right ? "y2" : "y", line: { color: ink(line.color), width: line.width || 1.4, dash: line.dash, simplify: false },
-      fill: line.filled ? "tozeroy" : "none", fillcolor: ink(line.color, 0.25), marker: { size: 5 }, hovertemplate: `%{x}: %{y:.5~g}<extra>${line.name}</extra>`,
+      fill: line.filled ? "tozeroy" : "none", fillcolor: ink(line.color, 0.25), marker: { size: 5, color: ink(line.color) }, hovertemplate: `%{x}: %{y:.5~g}<extra>${line.name}</extra>`,
     });
   }
   const left = rangeOf(state, panel, traces.filter((trace) => trace.yaxis === "y"));
-  Object.assign(layout.yaxis, scaled(left), { tickformat: panel.format });
+  Object.assign(layout.yaxis, scaled(left), { tickformat: panel.format, title: axisTitle(panel.unit, 8) });
   if (traces.some((trace) => trace.yaxis === "y2")) {
     const right = rangeOf(state, panel, traces.filter((trace) => trace.yaxis === "y2"));
-    layout.yaxis2 = { ...layout.yaxis, dtick: undefined, ...scaled(right), side: "right", showgrid: false, tickfont: { color: ink("orange") }, tickformat: panel.rightFormat };
+    layout.yaxis2 = { ...layout.yaxis, dtick: undefined, ...scaled(right), side: "right", showgrid: false, tickfont: { color: ink("orange") }, tickformat: panel.rightFormat,
+      title: { ...axisTitle(panel.rightUnit, 8), font: { size: 11.5, color: ink("orange") } } };
     layout.yaxis.overlaying = "y2";
-    layout.margin.r = 56;
+    layout.margin.r = 64;
   }
   layout.yaxis3 = { overlaying: layout.yaxis2 ? "y2" : "y", range: [0, 1], visible: false, fixedrange: true };
   layout.shapes = shapes(state);
@@ -185,15 +213,16 @@ function heatFigure(state, panel) {
   const names = Object.keys(table.columns).filter((name) => name.startsWith(panel.heat));
   const { x, z } = heat(table, xsOf(state, table), names, state.view, MOST_HEAT);
   const labels = panel.heat === "token_loss:" ? bands(state.facts.edges, names.length) : names.map((name) => name.slice(panel.heat.length));
-  layout.yaxis = { ...layout.yaxis, type: "category", nticks: 8, gridcolor: "rgba(0,0,0,0)" };
-  layout.margin.l = Math.min(110, 22 + 6.4 * Math.max(...labels.map((label) => label.length), 1));
+  layout.yaxis = { ...layout.yaxis, type: "category", nticks: 8, gridcolor: "rgba(0,0,0,0)", title: axisTitle(panel.unit, 6) };
+  layout.margin.l = Math.min(126, 40 + 6.4 * Math.max(...labels.map((label) => label.length), 1));
   layout.shapes = shapes(state).map((shape) => ({ ...shape, layer: "above" }));
   const trace = {
     type: "heatmap", x, y: labels, z, hovertemplate: "%{x}, %{y}: %{z:.4~g}<extra></extra>", zsmooth: false,
     colorscale: [[0, ink("card")], [0.5, ink("pale")], [1, ink("blue")]],
-    colorbar: { thickness: 8, outlinewidth: 0, len: 0.9, tickfont: { size: 10 }, nticks: 4 },
+    colorbar: { thickness: 8, outlinewidth: 0, len: 1, tickfont: { size: 10 }, nticks: 4,
+      title: { text: panel.colors, side: "right", font: { size: 11 } } },
   };
-  layout.margin.r = 56;
+  layout.margin.r = 72;
   return { traces: [trace], layout };
 }
 

@@ -53,14 +53,17 @@ class LiveRun:
             self._story.read_more(self.run)
             return render(page_data(self.run, self._story, now_s=time.time(), live=True))
 
-    def new_data(self, *, first: dict[str, int], seen: str) -> str | None:
-        """Facts and the rows from `first` on, as JSON; None if `seen` is the current revision."""
+    def new_data(self, *, first: dict[str, int], seen: str, load: str) -> str | None:
+        """Facts and the rows from `first` on, as JSON; None if `seen` is the current revision. The load of the machines
+        only if `load` is not its current revision."""
         with self._lock:
             self._story.read_more(self.run)
             now_s = time.time()
             if revision_of(self.run, self._story, now_s=now_s) == seen:
                 return None
             data = {"facts": facts_of(self.run, self._story, now_s=now_s)} | tables(self._story, first=first)
+            if data["facts"]["load"] == load:
+                del data["system"]
         return json.dumps(replace_non_finite(data), separators=(",", ":"), allow_nan=False)
 
     def file(self, number: str, name: str) -> Path | None:
@@ -108,7 +111,8 @@ class Handler(BaseHTTPRequestHandler):
         if url.path == "/data.json":
             query = parse_qs(url.query)
             first = {name: row_number(query.get(name, ["0"])[0]) for name in TABLES}
-            data = self._live_run.new_data(first=first, seen=query.get("seen", [""])[0])
+            seen, load = query.get("seen", [""])[0], query.get("load", [""])[0]
+            data = self._live_run.new_data(first=first, seen=seen, load=load)
             status = HTTPStatus.NO_CONTENT if data is None else HTTPStatus.OK
             return status, TYPES[".json"], (data or "").encode(), POLICY
         if (match := FILE.fullmatch(url.path)) and (path := self._live_run.file(*match.groups())):

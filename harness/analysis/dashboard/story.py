@@ -7,7 +7,8 @@ is skipped and counted.
 The first read of a long log is bounded: of more than 64 MiB of ordinary steps it takes an even sample, with the
 extremes of each stretch and with everything that is not an ordinary step (`harness.telemetry.log_index`). Steps left
 out of the sample still count in the accounts.
-Left out: anything outside the log and `faults.jsonl`; `harness.analysis.dashboard.page_data` reads incident folders.
+Left out: anything outside the log, `faults.jsonl` and `system/`; `harness.analysis.dashboard.page_data` reads incident
+folders.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any, final
 from harness.analysis.dashboard.goodput import Accounts
 from harness.analysis.dashboard.incidents import IncidentStories
 from harness.analysis.dashboard.series import NAN, ColumnTable, drawable_number, outlier
+from harness.analysis.dashboard.system_load import SystemLoad
 from harness.core.events import (
     Action,
     CheckpointFailed,
@@ -35,6 +37,7 @@ from harness.core.events import (
     Intervention,
     Outcome,
     RunEnded,
+    RunRestarted,
     RunStarted,
     parse,
 )
@@ -53,7 +56,7 @@ MOST_GUILTY = 200
 STEP_COLUMNS = (
     "loss", "loss_bound", "grad_norm", "grad_bound", "lr", "tokens_per_s", "mfu", "loss_scale", "memory_bytes", "step",
     "rank_grad_median", "rank_grad_worst", "rank_grad_who", "rank_time_median", "rank_time_worst", "rank_time_who",
-    "in_bf16",
+    "in_bf16", "loader_wait_s", "tokens", "refused",
 )  # fmt: skip
 PROBE_COLUMNS = ("param_norm", "v_norm", "update_ratio", "square_ratio")
 FP8_COLUMNS = ("fp8_underflow", "fp8_saturated", "fp8_scale_least", "fp8_scale_most")
@@ -65,6 +68,8 @@ ACTIVATION, TOKEN_LOSS = "activation:", "token_loss:"
 
 class MarkKind(StrEnum):
     start = "start"
+    restart = "restart"
+    """A rank failed, and the launcher starts all ranks again."""
     end = "end"
     fault = "fault"
     refused = "refused"
@@ -110,6 +115,7 @@ class Story:
     steps: ColumnTable = field(default_factory=ColumnTable)
     probes: ColumnTable = field(default_factory=ColumnTable)
     evals: ColumnTable = field(default_factory=ColumnTable)
+    system: SystemLoad = field(default_factory=SystemLoad)
     accounts: Accounts = field(default_factory=Accounts)
     incidents: IncidentStories = field(default_factory=IncidentStories)
     marks: dict[MarkKind, deque[Mark]] = field(default_factory=dict)
@@ -134,7 +140,9 @@ class Story:
     _offsets: dict[Path, int] = field(default_factory=dict)
 
     def read_more(self, run: RunDir) -> bool:
-        """Read the lines added to the log since the last call; returns whether there were any."""
+        """Read the lines added to the log since the last call, and the load of the machines; returns whether there was
+        anything new."""
+        has_load = self.system.read_more(run)
         num_lines = self.num_lines
         if run.events not in self._offsets:
             self._read_first(run.events)
@@ -142,7 +150,7 @@ class Story:
             for line in self._new_lines(path):
                 self.num_lines += 1
                 self._add_line(line)
-        return self.num_lines > num_lines
+        return has_load or self.num_lines > num_lines
 
     def _read_first(self, path: Path) -> None:
         """Read the whole log, or a sample of a long one."""
@@ -191,6 +199,8 @@ class Story:
             *(record["tokens_per_s"], get("mfu") or NAN, get("loss_scale") or NAN, get("memory_bytes") or NAN),
             *(record["step"], *outlier(ranks.get("grad_norm")), *outlier(ranks.get("step_time_s"))),
             NAN if get("in_fp8") is None else float(not get("in_fp8")),
+            *(NAN if get("loader_wait_s") is None else get("loader_wait_s"), record["tokens"]),
+            1.0 if record["refused"] else NAN,
         )
         self.steps.add(iteration, time, STEP_COLUMNS, values)
         if get("param_norm") is not None:
@@ -199,7 +209,7 @@ class Story:
         self._update_times(time)
         self._recent.append(record)
         if record["refused"] or loss.__class__ is str:
-            verb = "update refused" if record["refused"] else "not finite"
+            verb = "update rejected" if record["refused"] else "not finite"
             norm = float(record["grad_norm"])
             self._mark(MarkKind.refused, iteration, time, f"{verb}: loss {float(loss):.4g}, gradient norm {norm:.4g}")
             self._blame(record["cursor"], verb)
@@ -231,6 +241,8 @@ class Story:
                 self.started, self.ended = event, None
                 self.num_starts += 1
                 self._mark_event(MarkKind.start, event)
+            case RunRestarted():
+                self._mark_event(MarkKind.restart, event)
             case RunEnded():
                 self.ended = event
                 text = f"ended at step {event.step}: {event.reason} (exit code {event.exit_code})"

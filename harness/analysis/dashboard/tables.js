@@ -90,12 +90,12 @@ function thinned(xs, column, view, most) {
   return { x, y };
 }
 
-// Moving average over about a sixtieth of the run, less at the steep start; gaps are ignored.
-function smoothed(column) {
+// Moving average over about a sixtieth of the run, less at the steep start; gaps and the rows of `skipped` are ignored.
+function smoothed(column, skipped) {
   const n = column.low.length, reach = Math.max(1, Math.floor(n / 120)), out = new Float32Array(n);
   const sums = new Float64Array(n + 1), counts = new Float64Array(n + 1);
   for (let i = 0; i < n; i++) {
-    const value = (column.low[i] + column.high[i]) / 2, known = value === value;
+    const value = (column.low[i] + column.high[i]) / 2, known = value === value && !(skipped && skipped.high[i] === 1);
     sums[i + 1] = sums[i] + (known ? value : 0);
     counts[i + 1] = counts[i] + (known ? 1 : 0);
   }
@@ -104,6 +104,17 @@ function smoothed(column) {
     out[i] = (sums[last] - sums[first]) / (counts[last] - counts[first]);
   }
   return { low: out, high: out };
+}
+
+// The moving average of the applied losses, and the losses of rejected updates, as columns of the steps.
+function addLosses({ columns }) {
+  const { loss, refused } = columns;
+  if (!loss) return;
+  columns.loss_smooth = smoothed(loss, refused);
+  if (refused) {
+    const rejected = loss.high.map((value, row) => (refused.high[row] === 1 ? value : NaN));
+    columns.loss_rejected = { low: rejected, high: rejected };
+  }
 }
 
 // For a heat map: the highest value of each column in at most `most` groups of rows.

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from textwrap import wrap
 from typing import NamedTuple
 
 import numpy as np
 
 from harness.analysis.dashboard.page_data import count_noun, eta_s, short, spell_seconds, state_of, step_of
 from harness.analysis.dashboard.series import thin
-from harness.analysis.dashboard.story import MarkKind, Story
+from harness.analysis.dashboard.story import Mark, MarkKind, Story
+from harness.analysis.dashboard.system_load import mean, measured
 from harness.telemetry.console import clock, with_prefix
 from harness.telemetry.heartbeat import Beat
 
@@ -23,6 +25,16 @@ NUM_RECENT = 8
 MOST_RANKS = 6
 LATE_AFTER = 5
 """Missed heartbeats after which a rank counts as silent."""
+WIDE = 80
+"""Columns of a terminal from which events are shown in columns."""
+MOST_EVENT_LINES = 3
+EVENT_NAMES = {
+    MarkKind.refused: "gate",
+    MarkKind.restored: "recovery",
+    MarkKind.intervention: "operator",
+    MarkKind.trouble: "checkpoint",
+}
+"""Names of marks that differ from their kind."""
 QUIET_MARKS = (MarkKind.checkpoint, MarkKind.start, MarkKind.end)
 
 STYLES = {
@@ -33,6 +45,7 @@ STYLES = {
     MarkKind.refused: "red",
     MarkKind.action: "red",
     MarkKind.trouble: "red",
+    MarkKind.restart: "red",
     MarkKind.finding: "yellow",
     MarkKind.intervention: "yellow",
     MarkKind.fault: "magenta",
@@ -50,23 +63,44 @@ def frame(name: str, story: Story, beats: Sequence[Beat], *, now_s: float, width
     state, more = state_of(story, now_s=now_s)
     reason = story.ended.reason if story.ended else ""
     started = story.started
-    ranks = f"{started.world_size} ranks" if started else ""
-    head = " · ".join(part for part in (f"{name}: {state}", more, reason, ranks) if part)
-    lines = [Line(head, f"bold {STYLES.get(state, 'yellow')}")]
+    ranks = count_noun(started.world_size, "rank") if started else ""
+    head = [part for part in (f"{name}: {state}", more, reason, ranks) if part]
+    lines = [Line(text, f"bold {STYLES.get(state, 'yellow')}") for text in fit_parts(head, width, " · ")]
     if started is None:
         return truncate_lines(lines, width)
     lines.append(Line(progress_line(story, width)))
     if story.last:
-        lines += [Line(last_step_line(story)), Line(loss_line(story, width))]
-    lines += [Line(goodput_line(story)), Line(checkpoints_line(story))]
+        lines += [*map(Line, fit_parts(last_step_parts(story), width)), Line(loss_line(story, width))]
+    lines += map(Line, fit_parts(goodput_parts(story), width))
+    lines += map(Line, fit_parts(cause_parts(story), width))
+    lines += map(Line, fit_parts(checkpoints_parts(story), width))
+    lines += map(Line, fit_parts(system_parts(story), width))
     lines += rank_lines(beats, now_s=now_s)
     recent = [mark for mark in story.all_marks() if mark.kind not in QUIET_MARKS][-NUM_RECENT:]
     if recent:
         lines += [Line(""), Line("last events", "bold")]
     for mark in recent:
-        label = f"{mark.iteration:>9,}  {mark.kind:<12}  {' '.join(mark.text.split())}"
-        lines.append(Line(label, STYLES.get(mark.kind, "")))
+        lines += [Line(text, STYLES.get(mark.kind, "")) for text in event_lines(mark, width)]
     return truncate_lines(lines, width)
+
+
+def fit_parts(parts: Sequence[str], width: int, separator: str = "  ") -> list[str]:
+    """The parts joined, on as many lines as they need."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + len(separator) + len(part) <= width:
+            lines[-1] += separator + part
+        else:
+            lines.append(part)
+    return lines
+
+
+def event_lines(mark: Mark, width: int) -> list[str]:
+    """One event in columns; on a narrow terminal without them. Long texts are wrapped to at most `MOST_EVENT_LINES`."""
+    name, text = EVENT_NAMES.get(mark.kind, str(mark.kind)), " ".join(mark.text.split())
+    wide = f"{mark.iteration:>9,}  {name:<12}  "
+    label, indent = (wide, " " * len(wide)) if width >= WIDE else (f"{mark.iteration:,} {name}: ", "  ")
+    return wrap(label + text, width, subsequent_indent=indent, max_lines=MOST_EVENT_LINES, placeholder=" …")
 
 
 def progress_line(story: Story, width: int) -> str:
@@ -82,7 +116,7 @@ def progress_line(story: Story, width: int) -> str:
     return before + "━" * filled + "─" * (bar_width - filled) + after
 
 
-def last_step_line(story: Story) -> str:
+def last_step_parts(story: Story) -> list[str]:
     last = story.last
     parts = [f"loss {short(last['loss'])}"]
     if story.eval_loss is not None:
@@ -91,7 +125,7 @@ def last_step_line(story: Story) -> str:
     parts.append(with_prefix(float(last["tokens_per_s"]), "tok/s"))
     if last.get("mfu") is not None:
         parts.append(f"{last['mfu']:.1%} MFU")
-    return "  ".join(parts)
+    return parts
 
 
 def loss_line(story: Story, width: int) -> str:
@@ -115,17 +149,47 @@ def sparkline(values: Sequence[float], least: float, greatest: float) -> str:
     return "".join(GAP if place is None else BLOCKS[max(0, place)] for place in places)
 
 
-def goodput_line(story: Story) -> str:
+def goodput_parts(story: Story) -> list[str]:
     total = story.accounts.total()
     num_open = story.incidents.num_open
-    incidents = count_noun(len(story.incidents), "incident") + (f" ({num_open} open)" if num_open else "")
-    lost = f"{total.num_refused} refused  {total.num_undone} undone"
-    return f"goodput {total.of_time:.1%}  stability tax {total.tax:.2%}  {incidents}  {lost}"
+    return [
+        f"goodput {total.of_time:.1%}",
+        f"lost to recovery {total.lost_to_recovery:.2%}",
+        count_noun(len(story.incidents), "incident") + (f" ({num_open} open)" if num_open else ""),
+        f"{count_noun(total.num_refused, 'update')} rejected",
+        f"{count_noun(total.num_undone, 'step')} undone",
+    ]
 
 
-def checkpoints_line(story: Story) -> str:
+def cause_parts(story: Story) -> list[str]:
+    """The causes of most of the lost time; empty if nothing worth a line was lost."""
+    causes = story.accounts.total().main_causes
+    return [f"lost to {causes[0]}", *causes[1:]] if causes else []
+
+
+def system_parts(story: Story) -> list[str]:
+    """The newest load of the first machine: means over its GPUs, host memory, CPU load.
+
+    Empty without samples, and after the end of the run.
+    """
+    sample = story.system.latest
+    if sample is None or story.ended is not None:
+        return []
+    used, installed = sample.host_memory_bytes, sample.host_memory_total_bytes
+    utilization, memory = measured(sample.gpu_utilization), measured(sample.gpu_memory_bytes)
+    power, temperature = measured(sample.gpu_power_w), measured(sample.gpu_temperature_c)
+    parts = [f"GPU {mean(utilization):.0%}"] if utilization else []
+    parts += [f"GPU memory {with_prefix(mean(memory), 'B')}"] if memory else []
+    parts += [f"{mean(power):.0f} W"] if power else []
+    parts += [f"{max(temperature):.0f} °C"] if temperature else []
+    is_known = used is not None and installed is not None
+    parts += [f"host memory {with_prefix(used or 0, 'B')} of {with_prefix(installed or 0, 'B')}"] if is_known else []
+    return [*parts, f"CPU load {sample.cpu_load:.0%} of the cores"]
+
+
+def checkpoints_parts(story: Story) -> list[str]:
     marks = story.marks.get(MarkKind.checkpoint, ())
-    return f"checkpoints {len(marks)}, latest: {marks[-1].text}" if marks else "checkpoints: none yet"
+    return [f"checkpoints {len(marks)}", f"latest: {marks[-1].text}"] if marks else ["checkpoints: none yet"]
 
 
 def rank_lines(beats: Sequence[Beat], *, now_s: float) -> list[Line]:

@@ -50,7 +50,7 @@ def _ask_other_findings(answers: Answers, run: LoggedRun, findings: Sequence[Fin
     grave = [finding for finding in others if finding.kind not in HARMLESS]
     refused = [record for record in run.records if record.refused and record.iteration not in overflows]
     counts = ", ".join(f"{kind} {count}" for kind, count in kinds.items()) or "none"
-    number = f"findings: {counts}; refused updates: {len(refused)}"
+    number = f"findings: {counts}; rejected updates: {len(refused)}"
     if overflows:
         number += f", and {len(overflows)} by the loss scale"
     answers.ask("other", "Did the detectors find anything else?", bool(grave or refused), number)
@@ -59,7 +59,8 @@ def _ask_other_findings(answers: Answers, run: LoggedRun, findings: Sequence[Fin
         finds, conclusion = Finds.other, f"{grave[0].kind} at step {grave[0].step}: {grave[0].message}"
     elif refused:
         finds = Finds.other
-        conclusion = f"the gate refused {len(refused)} updates, the first at iteration {refused[0].iteration}"
+        updates = f"{len(refused)} {'update' if len(refused) == 1 else 'updates'}"
+        conclusion = f"the gate rejected {updates}, the first at iteration {refused[0].iteration}"
     return Diagnosis(nodes=answers.nodes, finds=finds, conclusion=conclusion)
 
 

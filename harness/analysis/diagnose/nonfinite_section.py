@@ -33,9 +33,8 @@ def ask_non_finite(answers: Answers, run: LoggedRun) -> Diagnosis | None:
     in_gradient = [record for record in run.records if not math.isfinite(record.grad_norm)]
     broken = [record for record in run.records if not math.isfinite(record.loss + record.grad_norm)]
     refused = sum(record.refused for record in broken)
-    number = (
-        f"loss in {len(in_loss)} of {len(run.records)} rows, gradient norm in {len(in_gradient)}; refused {refused}"
-    )
+    places = f"loss in {len(in_loss)} of {len(run.records)} rows, gradient norm in {len(in_gradient)}"
+    number = f"{places}; updates rejected: {refused}"
     is_scaling = run.scales_loss and not in_loss
     _ask_first(answers, in_loss, in_gradient, number, is_scaling=is_scaling)
     if not broken or is_scaling:
@@ -98,7 +97,7 @@ def _ask_fix(
     is_undone = all(record.refused for record in broken)
     last = run.records[-1]
     state = (
-        "every such update was refused: no weight changed"
+        "every such update was rejected: no weight changed"
         if is_undone
         else f"the last row has loss {last.loss:.4g} and gradient norm {last.grad_norm:.4g}"
     )

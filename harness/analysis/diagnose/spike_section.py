@@ -45,7 +45,7 @@ def ask_spikes(answers: Answers, run: LoggedRun, findings: Sequence[Finding]) ->
     answers.ask("Q2.2", question, NOT_LOGGED if recovery.answer is None else recovery.answer, recovery.number)
     if not confirmed:
         number = f"noise alone gives about {0.00135 * len(run.records):.1f} such rows in {len(run.records)}"
-        answers.ask("Q2.3", "What caused the spike?", "noise: no detector confirms it and nothing was refused", number)
+        answers.ask("Q2.3", "What caused the spike?", "noise: no detector confirms it and nothing was rejected", number)
         return None
     if recovery.answer is False:
         return _ask_lasting(answers, run, spike, recovery)

@@ -36,6 +36,7 @@ GRAVEST = (
     FindingKind.divergence,
     FindingKind.loss_spike,
     FindingKind.level_shift,
+    FindingKind.never_learned,
     FindingKind.optimizer_reset,
     FindingKind.scale_collapse,
     FindingKind.fp8_range,
@@ -57,6 +58,7 @@ SEVERE = frozenset(
         FindingKind.replica_mismatch,
         FindingKind.weights_changed,
         FindingKind.data_mismatch,
+        FindingKind.never_learned,
         FindingKind.optimizer_reset,
         FindingKind.scale_collapse,
     }

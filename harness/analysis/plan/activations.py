@@ -28,6 +28,8 @@ fp8 SwiGLU product, which is freed, and with the gradient of the MLP's input bes
 compiled, they peak where the gradients of gate and up are computed: the fp8 product is freed, and nothing else is
 quantized yet. With full checkpointing, a block additionally holds everything it would have saved.
 
+A post-LN block saves as much as a pre-LN block: both norms save their input, and projections save the outputs of norms.
+
 `tests/analysis/plan` compares saved bytes with torch; `tests.bench.plan` compares all numbers with a GPU.
 Left out: temporary memory inside a kernel.
 """
@@ -35,7 +37,7 @@ Left out: temporary memory inside a kernel.
 from __future__ import annotations
 
 from harness.analysis.plan.fp8 import Fp8Projections, count_quantized, fp8_bytes
-from harness.config.model import AttentionKind, ModelConfig
+from harness.config.model import AttentionKind, ModelConfig, NormKind
 from harness.config.parallel import ActivationCheckpointing
 from harness.config.precision import Fp8Recipe, PrecisionKind
 from harness.config.schema import Config
@@ -136,8 +138,10 @@ def _attention_bytes(cfg: Config, projections: Fp8Projections) -> int:
 
 
 def _statistics_bytes(model: ModelConfig) -> int:
-    num_norms = 2 + (model.num_heads + model.num_kv_heads if model.qk_norm else 0)
-    return num_norms * FP32_BYTES + _softmax_bytes(model)
+    """RMSNorm saves one number a row; LayerNorm saves two, the mean too."""
+    num_saved = 2 if model.norm is NormKind.rms else 4
+    num_saved += model.num_heads + model.num_kv_heads if model.qk_norm else 0
+    return num_saved * FP32_BYTES + _softmax_bytes(model)
 
 
 def _softmax_bytes(model: ModelConfig) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from harness.analysis.plan.work import H200_GB_S, H200_TFLOPS
-from harness.config.model import AttentionKind
+from harness.config.model import AttentionKind, NormKind, NormPlacement
 from harness.config.parallel import ActivationCheckpointing
 from harness.config.precision import Fp8Engine, Fp8Recipe, PrecisionKind
 from harness.config.schema import Config, sharing
@@ -89,4 +89,8 @@ def _settings(cfg: Config) -> list[str]:
         found.append("model.attention=fp32")
     if cfg.model.qk_norm:
         found.append("model.qk_norm=true")
+    if cfg.model.norm is not NormKind.rms:
+        found.append(f"model.norm={cfg.model.norm}")
+    if cfg.model.norm_placement is not NormPlacement.pre:
+        found.append(f"model.norm_placement={cfg.model.norm_placement}")
     return found

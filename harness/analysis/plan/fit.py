@@ -15,12 +15,14 @@ from functools import reduce
 from itertools import combinations, product
 
 from harness.analysis.plan.memory import Memory, memory
-from harness.analysis.plan.resharding import BYTES_PER_GB, will_reshard
+from harness.analysis.plan.resharding import BYTES_PER_GB, rank_memory_bytes, will_reshard
 from harness.config.errors import ConfigError
 from harness.config.parallel import ActivationCheckpointing
 from harness.config.schema import Config, check_world, sharing
 
 MOST_RANKS = 16384
+SMALLEST_GB = 0.1
+"""Less is shown in MB."""
 NAMES = {"in_flight": "buffers in flight", "gathered": "gathered weights", "other": "batch and workspaces"}
 """Longer names of some parts."""
 
@@ -31,36 +33,35 @@ Change = tuple[str, Config]
 def refusal(cfg: Config, *, world_size: int) -> str:
     """One line that says what is too large and what to change; empty if the job fits or `cluster.memory_gb` is not
     set."""
-    if cfg.cluster.memory_gb is None:
+    allowed = rank_memory_bytes(cfg)
+    if allowed is None:
         return ""
     held = memory(cfg, world_size=world_size)
-    allowed = cfg.cluster.memory_gb * BYTES_PER_GB
     if held.needed_bytes <= allowed:
         return ""
     part = max(fields(held.parts), key=lambda field: getattr(held.parts, field.name)).name
     ranks = "the only rank" if world_size == 1 else f"each of {world_size:,} ranks"
     return (
-        f"cluster.memory_gb: {ranks} needs {_gb(held.needed_bytes)} of device memory and has {_gb(allowed)}; the "
-        f"largest part is {NAMES.get(part, part)}, {_gb(getattr(held.parts, part))}; "
-        f"{_suggest_change(cfg, held, world_size)}"
+        f"cluster.memory_gb: {ranks} needs {memory_text(held.needed_bytes)} of device memory and has "
+        f"{memory_text(allowed)}; the largest part is {NAMES.get(part, part)}, "
+        f"{memory_text(getattr(held.parts, part))}; "
+        f"{suggest_change(cfg, allowed_bytes=allowed, world_size=world_size)}"
     )
 
 
-def _suggest_change(cfg: Config, held: Memory, world_size: int) -> str:
-    """The first change that fits, or the least memory that any change needs."""
-    assert cfg.cluster.memory_gb is not None
-    allowed = cfg.cluster.memory_gb * BYTES_PER_GB
-    least = held
+def suggest_change(cfg: Config, *, allowed_bytes: float, world_size: int, can_add_ranks: bool = True) -> str:
+    """The first change that fits into this memory of a rank, or the least memory that any change needs."""
+    least = held = memory(cfg, world_size=world_size)
     for overrides, changed in _changes(cfg, world_size):
         then = memory(changed, world_size=world_size)
-        if then.needed_bytes <= allowed:
-            return f"{overrides} saves {_gb(held.needed_bytes - then.needed_bytes)} and fits"
+        if then.needed_bytes <= allowed_bytes:
+            return f"{overrides} saves {memory_text(held.needed_bytes - then.needed_bytes)} and fits"
         least = min(least, then, key=_needed)
-    for ranks in _more_ranks(cfg, world_size):
+    for ranks in _more_ranks(cfg, world_size) if can_add_ranks else ():
         for overrides, changed in [("", cfg), *_changes(cfg, ranks)]:
-            if memory(changed, world_size=ranks).needed_bytes <= allowed:
+            if memory(changed, world_size=ranks).needed_bytes <= allowed_bytes:
                 return f"{ranks:,} ranks{' and ' + overrides if overrides else ''} would fit"
-    return f"no setting of parallel and train.micro_batch_size needs less than {_gb(least.needed_bytes)}"
+    return f"no setting of parallel and train.micro_batch_size needs less than {memory_text(least.needed_bytes)}"
 
 
 def _changes(cfg: Config, world_size: int) -> Iterator[Change]:
@@ -117,6 +118,9 @@ def _needed(held: Memory) -> int:
     return held.needed_bytes
 
 
-def _gb(num_bytes: float) -> str:
+def memory_text(num_bytes: float) -> str:
+    """A number of bytes in three digits: 16.8 MB, 54.3 GB, 1,234 GB."""
     size = num_bytes / BYTES_PER_GB
+    if size < SMALLEST_GB:
+        return f"{1000 * size:.3g} MB"
     return f"{size:,.0f} GB" if size >= 100 else f"{size:.3g} GB"

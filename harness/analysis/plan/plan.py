@@ -14,9 +14,10 @@ from harness.analysis.plan.calibration import unmeasured
 from harness.analysis.plan.fp8 import blocks_in_fp8, flops_share
 from harness.analysis.plan.memory import Memory, checkpoint_bytes, memory
 from harness.analysis.plan.predicted_time import StepTime, step_time
+from harness.analysis.plan.resharding import rank_memory_bytes
 from harness.analysis.plan.traffic import Collective, collectives, num_per_node
 from harness.analysis.plan.work import FP8_SPEEDUP
-from harness.checkpoint.ring_cost import RollbackCost, num_buffers, rewind_cost, rollback_cost
+from harness.checkpoint.ring_cost import RollbackCost, num_buffers, num_replica_buffers, rewind_cost, rollback_cost
 from harness.config.launch import LaunchKind
 from harness.config.schema import Config, check_world, sharing
 from harness.model.size import flops_per_token, num_parameters
@@ -102,7 +103,9 @@ class Plan:
     """One checkpoint on disk."""
     ring_slots: int
     ring_bytes: int
-    """Host memory of one machine: snapshots, and the one being saved."""
+    """Host memory of one machine: snapshots, the one being saved, and those of partners."""
+    ring_replicas: int
+    """Buffers of each rank for the snapshots of a partner on another machine."""
     ring_allowed_bytes: int | None
     """None: half of the free memory when the run starts."""
     rewind: RollbackCost | None
@@ -116,7 +119,7 @@ class Plan:
 def planned_ranks(cfg: Config) -> int:
     """Number of ranks in the configuration; 1 if it leaves that to the machine."""
     nproc = cfg.launch.nproc
-    if nproc is None and (cfg.launch.kind is LaunchKind.slurm or cfg.launch.nodes > 1):
+    if nproc is None and (cfg.launch.kind is not LaunchKind.local or cfg.launch.nodes > 1):
         nproc = cfg.launch.slurm.gpus_per_node or cfg.cluster.gpus_per_node
     return cfg.launch.nodes * (nproc or 1)
 
@@ -132,6 +135,7 @@ def plan(cfg: Config, *, world_size: int, mfu: float | None = None) -> Plan:
     rewind = rewind_cost(cfg)
     rollback = rollback_cost(cfg, step_time_s=None if moving is None else moving.step_time_s)
     weights = held.parts.weights
+    replicas = num_replica_buffers(ring, num_nodes=-(-world_size // here), replicate=cfg.parallel.replicate)
     num_sequences = world_size * sharing(cfg, world_size).num_slots
     return Plan(
         model=cfg.model.name,
@@ -150,7 +154,7 @@ def plan(cfg: Config, *, world_size: int, mfu: float | None = None) -> Plan:
         moments_bytes=held.parts.moments,
         fp8=_fp8(cfg),
         memory=held,
-        memory_allowed_bytes=None if cfg.cluster.memory_gb is None else round(cfg.cluster.memory_gb * 1e9),
+        memory_allowed_bytes=None if (allowed := rank_memory_bytes(cfg)) is None else round(allowed),
         traffic=Traffic(
             sent_bytes=sum(call.num_calls * call.sent_bytes for call in calls),
             sent_far_bytes=sum(call.num_calls * call.sent_far_bytes for call in calls),
@@ -163,7 +167,8 @@ def plan(cfg: Config, *, world_size: int, mfu: float | None = None) -> Plan:
         price=None if moving is None else _price(cfg, moving, rewind, rollback, world_size),
         checkpoint_bytes=checkpoint_bytes(cfg),
         ring_slots=ring.slots,
-        ring_bytes=num_buffers(ring) * (weights + held.parts.moments) * here,
+        ring_bytes=(num_buffers(ring) + replicas) * (weights + held.parts.moments) * here,
+        ring_replicas=replicas,
         ring_allowed_bytes=None if ring.memory_gb is None else round(ring.memory_gb * 1e9),
         rewind=rewind,
         rollback=rollback,

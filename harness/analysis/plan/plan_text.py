@@ -188,6 +188,9 @@ def _price(plan: Plan) -> dict[str, str]:
 def _ring(plan: Plan) -> dict[str, str]:
     snapshots = _count(plan.ring_slots, "snapshot", "snapshots")
     rows = {"in host memory": f"{_si(plan.ring_bytes, 'B')} per machine: {snapshots} and the one being saved"}
+    if plan.ring_replicas:
+        partners = _count(plan.ring_replicas, "buffer", "buffers")
+        rows["in host memory"] += f", {partners} for the snapshots of a partner on another machine"
     if plan.ring_allowed_bytes is not None:
         fits = plan.ring_bytes <= plan.ring_allowed_bytes
         refusal = "" if fits else "; TOO LITTLE, the run will not start"

@@ -73,7 +73,7 @@ def _learning_rate(cfg: Config) -> Iterator[str]:
             direction = "above" if optim.lr > high else "below"
             yield (
                 f"optim.lr: is {optim.lr:g}, {direction} the usual range of {low:.1g} to {high:.1g} for "
-                f"{_with_unit(size)} parameters"
+                f"{parameters_text(size)} parameters"
             )
     if optim.warmup_steps == 0:
         usual_steps = "2,000 or 2 % of the run"
@@ -111,5 +111,9 @@ def _checkpoints(cfg: Config) -> Iterator[str]:
         )
 
 
-def _with_unit(size: int) -> str:
-    return f"{size / 1e9:.1f}B" if size >= 1e9 else f"{size / 1e6:.3g}M"
+def parameters_text(size: int) -> str:
+    """A number of parameters in three digits: 6.74B, 134M, 31.9k."""
+    for factor, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if size >= factor:
+            return f"{size / factor:.3g}{unit}"
+    return str(size)

@@ -10,7 +10,6 @@ that line, and `harness replay` can do it later on the devices of the run.
 from __future__ import annotations
 
 import math
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from harness.config.errors import ConfigError, StorageError
 from harness.config.parallel import DeviceKind
 from harness.config.schema import Config
 from harness.core import events
+from harness.core.memory_limits import free_bytes
 from harness.core.rundir import RunDir, write_atomically
 from harness.model.size import flops_per_token, num_parameters
 
@@ -72,7 +72,7 @@ def replay_on_cpu(run: RunDir, incident: int, report: Path, *, within_s: float) 
     iteration = history.guilty_step(log, incident).iteration
     report.parent.mkdir(parents=True, exist_ok=True)
     planned = plan_replay(run, cfg, log, iteration, ranks=1, report=report)
-    check_cost(cfg, planned, within_s=within_s, memory_bytes=available_bytes())
+    check_cost(cfg, planned, within_s=within_s, memory_bytes=free_bytes())
     from harness.analysis.replay.rerun import replay_config, run_replay_worker
 
     share = math.ceil(cfg.train.batch_size / log.world_size(iteration))
@@ -98,20 +98,21 @@ def check_cost(cfg: Config, planned: ReplayRequest, *, within_s: float, memory_b
         )
 
 
-def available_bytes() -> float:
-    """Free memory of this machine."""
-    return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+REPEAT_S = 1.0
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise `ReplayTimeoutError` in the main thread when the time is over."""
+    """Raise `ReplayTimeoutError` in the main thread when the time is over.
+
+    The alarm repeats: Python drops an exception that meets a finalizer or a callback of the garbage collector.
+    """
 
     def stop(_signal: int, _frame: Any) -> None:
         raise ReplayTimeoutError(f"it did not finish within {seconds:g} s")
 
     previous = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), REPEAT_S)
     try:
         yield
     finally:

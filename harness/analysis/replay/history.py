@@ -56,7 +56,7 @@ def read(events: Iterable[Event]) -> History:
                 current = event.iteration
             case RunStarted():
                 history.worlds[event.iteration + 1] = event.world_size
-                current = history.checkpoints.get(event.resumed_from or "", START)
+                current = _iteration_of(event.resumed_from or "", history.checkpoints)
             case Outcome(succeeded=True) if event.kind in RESTORES:
                 current = _iteration_of(event.target, history.checkpoints)
             case CheckpointSaved():
@@ -71,7 +71,7 @@ def read(events: Iterable[Event]) -> History:
 
 
 def _iteration_of(target: str, checkpoints: dict[str, int]) -> int:
-    """Iteration of the restored state, parsed from the target of an outcome."""
+    """Iteration of the restored state, parsed from the target of an outcome or of a resume."""
     snapshot = re.match(r"snapshot of iteration (\d+)", target)
     return int(snapshot[1]) if snapshot else checkpoints.get(target.partition(";")[0], START)
 

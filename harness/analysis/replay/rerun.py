@@ -90,7 +90,7 @@ def run_replay_worker(request: ReplayRequest, cfg: Config) -> int:
     """One rank's part of a replay; rank 0 writes the result."""
     with (
         fast_attention(),
-        connected(cfg.parallel) as world,
+        connected(cfg.parallel, ranks_per_gpu=cfg.launch.ranks_per_gpu) as world,
         closing_parts(build(cfg, world, RunDir(request.run))) as parts,
         emulate_half_matmul(cfg.precision.kind, world.device),
     ):

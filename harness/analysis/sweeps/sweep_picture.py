@@ -35,6 +35,8 @@ LONGEST_OF_TWO = 58
 """Longest legend entry, in characters, for a legend with two columns."""
 LEAST_SPAN = 1e-6
 LOWEST = " \N{BULLET}"
+FRAME_KEY, DOT_KEY, EMPTY_KEY = "lowest of all", "lowest of its row", "no finished job"
+"""Legend of a heat map."""
 
 Picture = tuple[str, str]
 """Title, and file name in the directory of the report."""
@@ -84,8 +86,12 @@ def curves(ranking: Ranking, title: str) -> Figure:
         draw_curve(axes, score, color, front=len(drawn) - place)
     axes.set_ylim(*view(drawn))
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK)
+    lines = "lines: moving average of the training loss"
+    points = "; points: held-out loss" if ranking.basis is Basis.held_out else ""
+    unfinished = "; dotted: not finished" if any(not score.is_ranked for score in drawn) else ""
+    axes.set_title(f"{lines}{points}{unfinished}", loc="right", fontsize=8, color=INK)
     axes.set_xlabel("iteration", color=INK)
-    axes.set_ylabel(f"loss{' (points: held out)' if ranking.basis is Basis.held_out else ''}", color=INK)
+    axes.set_ylabel("loss (nats per token)", color=INK)
     handles, names = axes.get_legend_handles_labels()
     handles, names = handles[::-1], names[::-1]
     if len(drawn) > len(COLORS):
@@ -172,9 +178,37 @@ def heat_map(cells: Grid, ranking: Ranking) -> Figure:
     title = f"{ranking.basis} loss{', mean over the other keys' if rest else ''}"
     axes.set_title(title, loc="left", fontsize=10, fontweight="bold", color=INK)
     bar = figure.colorbar(image, ax=axes, shrink=0.9)
+    bar.set_label(f"{ranking.basis} loss (nats per token)", color=INK, fontsize=8.5)
     bar.outline.set_visible(False)
     bar.ax.tick_params(length=0, labelsize=8, colors=INK)
+    add_mark_legend(figure, cells)
     return figure
+
+
+def add_mark_legend(figure: Figure, cells: Grid) -> None:
+    """Say below a heat map what frame, dot and empty cell mean."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Rectangle
+
+    frame = Rectangle((0, 0), 1, 1, fill=False, edgecolor=COLORS[3], linewidth=1.6)
+    dot = Line2D([], [], linestyle="", marker="o", markersize=3.5, color=INK)
+    keys = {FRAME_KEY: frame, **({DOT_KEY: dot} if len(cells.columns) > 1 else {})}
+    keys |= {EMPTY_KEY: Rectangle((0, 0), 1, 1, facecolor=EMPTY, edgecolor=GREY)} if has_empty_cell(cells) else {}
+    figure.legend(
+        keys.values(),
+        keys.keys(),
+        loc="outside lower left",
+        ncols=len(keys),
+        handlelength=1.2,
+        columnspacing=1.4,
+        frameon=False,
+        fontsize=8,
+        labelcolor=INK,
+    )
+
+
+def has_empty_cell(cells: Grid) -> bool:
+    return any(math.isnan(value) for line in cells.values for value in line)
 
 
 def typical_noise(ranked: Sequence[JobScore]) -> float:
@@ -204,11 +238,12 @@ def one_key(ranking: Ranking, key: str) -> Figure:
     axes.errorbar(
         places, losses, yerr=noises, color=COLORS[0], marker="o", markersize=5, linewidth=1.2, capsize=3, linestyle=line
     )
-    axes.set_title("bars: standard deviation of the last evaluations", loc="left", fontsize=9, color=INK)
+    title = f"{ranking.basis} loss; a bar is the standard deviation of the last evaluations"
+    axes.set_title(title, loc="left", fontsize=9, color=INK)
     if min(places) > 0 and max(places) > WIDE_RANGE * min(places):
         axes.set_xscale("log")
     axes.set_xlabel(key, color=INK)
-    axes.set_ylabel(f"{ranking.basis} loss", color=INK)
+    axes.set_ylabel(f"{ranking.basis} loss (nats per token)", color=INK)
     style_sweep_axes(axes)
     return figure
 

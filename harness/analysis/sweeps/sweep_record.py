@@ -17,7 +17,7 @@ import yaml
 from harness.config.compose import flat
 from harness.config.errors import ConfigError, require
 from harness.core.rundir import RunDir, write_atomically
-from harness.telemetry.tracking.parent_run import SWEEP_FILE
+from harness.telemetry.sinks.parent_run import SWEEP_FILE
 
 NOT_SWEPT = ("run.name", "run.dir", "run.resume", "telemetry.", "launch.")
 """Keys that may differ between runs without counting as swept."""

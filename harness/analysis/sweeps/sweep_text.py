@@ -24,7 +24,7 @@ ENDINGS = {
     EXIT_HALTED: "halted",
     EXIT_INTERRUPTED: "interrupted",
 }
-COLUMNS = ("loss", "best", "spikes", "incidents", "refused", "skip/rew/roll", "tokens/s", "step", "end")
+COLUMNS = ("loss", "best", "spikes", "incidents", "rejected", "skip/rew/roll", "tokens/s", "step", "end")
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
@@ -135,7 +135,7 @@ def problem_lines(ranking: Ranking) -> list[str]:
 
 NOTES = f"""\
 spikes: share of steps whose loss is more than {SIGMAS:g} sigma above the mean of the {WINDOW_ROWS:,} steps before (at
-least {FEWEST_ROWS}); incidents: incidents of the sentinel per 10,000 steps; refused: updates rejected by the gate;
+least {FEWEST_ROWS}); incidents: incidents of the sentinel per 10,000 steps; rejected: updates that the gate rejected;
 skip/rew/roll: skipped batches, rewinds, rollbacks."""
 
 

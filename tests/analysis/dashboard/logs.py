@@ -23,8 +23,11 @@ from harness.core.events import (
     Outcome,
     RunEnded,
     RunStarted,
+    SystemSampled,
     to_json,
 )
+from harness.core.rundir import RunDir
+from harness.telemetry.system_sampler import system_file
 
 BEGUN = 1_750_000_000.0
 STEP_S = 0.5
@@ -123,7 +126,8 @@ def _long_step(iteration: int, time: float, loss: float, norm: float, luck: floa
         f'"tokens":{iteration * BATCH_TOKENS},"loss":{loss:.6f},"grad_norm":{norm:.6f},'
         f'"lr":{3e-4 * min(1, iteration / 2000):.8f},"tokens_per_s":{2048 + 10 * luck:.2f},'
         f'"refused":{"true" if refused else "false"},"stop_requested":false,'
-        f'"step_time_s":{STEP_S},"flops_per_s":1e12,"mfu":0.41,"loss_scale":null,"memory_bytes":68719476736,{probe}'
+        f'"step_time_s":{STEP_S},"flops_per_s":1e12,"mfu":0.41,"loss_scale":null,'
+        f'"memory_bytes":68719476736,"loader_wait_s":{0.0004 + 0.0001 * luck:.6f},{probe}'
         f'"bounds":{{"loss":{loss + 3:.4f},"grad_norm":{norm + 5:.4f}}},'
         f'"ranks":{{"grad_norm":{{"median":{norm:.4f},"spread":0.1,"worst":[[{iteration % 8},{norm * 1.3:.4f}]]}},'
         f'"step_time_s":{{"median":0.4,"spread":0.01,"worst":[[5,{slow:.4f}]]}}}},'
@@ -184,3 +188,64 @@ def _incident(number: int, kind: FindingKind, iteration: int, time: float) -> It
         groups=["blocks.3"],
         actions=[str(answer)],
     )
+
+
+def write_setup(directory: Path, *, num_parameters: int = 124_000_000, **config: Any) -> None:
+    """A configuration and a manifest, as a start leaves them; `config` replaces whole sections."""
+    run = RunDir(directory)
+    sections: dict[str, Any] = {
+        "run": {"name": directory.name, "dir": str(directory.parent), "seed": 7},
+        "train": {"num_steps": 400, "batch_size": 16, "sequence_length": 1024},
+        "model": {
+            "name": "125m",
+            "dim": 768,
+            "num_layers": 12,
+            "num_heads": 12,
+            "num_kv_heads": 4,
+            "vocab_size": 50257,
+        },
+        "data": {"sources": {"web": {"kind": "files", "weight": 2.0, "paths": ["web-*.bin"]}}},
+        "optim": {"lr": 3e-4, "beta2": 0.95},
+    }
+    run.config.write_text(json.dumps(sections | config), encoding="utf-8")
+    gpu = {"name": "NVIDIA H100 80GB HBM3", "memory_bytes": 85_000_000_000}
+    hardware = {
+        "hostname": "node1", "cpu": "EPYC", "num_cores": 96, "memory_bytes": 1_000_000_000_000, "device": "cuda",
+        "gpus": [gpu] * 8, "cuda": "12.8", "nccl": "2.27.3", "driver": "570.1", "world_size": 8, "platform": "Linux",
+    }  # fmt: skip
+    manifest = {
+        "time": BEGUN,
+        "commit": "0123456789abcdef0123",
+        "diff": {"size_bytes": 1234, "sha256": "fedcba9876543210", "truncated": False, "text": "..."},
+        "untracked": ["notes.txt"],
+        "versions": {"python": "3.11.7", "torch": "2.13.0", "harness": "0.1.0", "transformer_engine": None},
+        "hardware": hardware,
+        "dtype": {"compute": "bf16", "master_weights": "fp32"},
+        "num_parameters": num_parameters,
+        "corpus_fingerprint": "09d3d726b636b4ed",
+        "environment": {"NCCL_DEBUG": "WARN"},
+    }
+    run.manifest.write_text(json.dumps(manifest | {"starts": []}), encoding="utf-8")
+
+
+def write_load(directory: Path, num_samples: int, *, last: int, rank: int = 0, num_gpus: int = 8) -> None:
+    """Samples of one machine's load, evenly spaced up to iteration `last`."""
+    samples = [
+        SystemSampled(
+            time=BEGUN + index * last * STEP_S / num_samples,
+            iteration=index * last // num_samples,
+            rank=rank,
+            host=f"node{rank // 8}",
+            every_s=last * STEP_S / num_samples,
+            cpu_load=0.5 + 0.1 * math.sin(index / 9),
+            host_memory_bytes=200 * 10**9 + index * 10**8,
+            host_memory_total_bytes=10**12,
+            process_memory_bytes=9 * 10**9,
+            gpu_utilization=[round(0.9 + 0.01 * gpu, 2) for gpu in range(num_gpus)],
+            gpu_memory_bytes=[(60 + gpu) * 10**9 for gpu in range(num_gpus)],
+            gpu_power_w=[600.0 + 10 * gpu for gpu in range(num_gpus)],
+            gpu_temperature_c=[58.0 + gpu + 4 * math.sin(index / 20) for gpu in range(num_gpus)],
+        )
+        for index in range(num_samples)
+    ]
+    write(system_file(RunDir(directory), rank), samples)

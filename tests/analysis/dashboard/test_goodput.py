@@ -11,12 +11,15 @@ from hypothesis import strategies as st
 from harness.analysis.dashboard.goodput import Account, Accounts, Goodput
 from harness.core.events import (
     ActionKind,
+    CheckpointJudged,
     CheckpointSaved,
+    EndCause,
     EvalRecord,
     Event,
     Intervention,
     Outcome,
     RunEnded,
+    RunRestarted,
     RunStarted,
 )
 from tests.analysis.dashboard.logs import record
@@ -52,6 +55,20 @@ def accounts_of(goodput: Goodput) -> dict[str, float]:
     return {str(account): round(seconds, 9) for account, seconds in goodput.seconds.items() if seconds}
 
 
+def test_a_restart_inside_the_job_is_stopped_time() -> None:
+    """Two seconds until the failure was noticed, three until the ranks had resumed, one until their first step."""
+    goodput = total(
+        started(0.0),
+        record(1, time=1.0),
+        record(2, time=2.0),
+        RunRestarted(time=4.0, iteration=2, step=2, number=1, reason="killed"),
+        started(7.0, step=1),
+        record(2, time=8.0),
+    )
+    assert accounts_of(goodput)["stopped"] == 5.0
+    assert accounts_of(goodput)["starting"] == 2.0
+
+
 def test_accounts_of_a_healthy_run() -> None:
     goodput = total(
         started(0.0),
@@ -66,7 +83,7 @@ def test_accounts_of_a_healthy_run() -> None:
     assert accounts_of(goodput) == {"starting": 3.0, "kept": 1.75, "evaluating": 2.0, "saving": 0.75}
     assert goodput.wall_s == 7.5
     assert goodput.of_time == pytest.approx(1.75 / 7.5)
-    assert goodput.tax == pytest.approx(0.75 / 7.5)
+    assert goodput.lost_to_recovery == pytest.approx(0.75 / 7.5)
     assert (goodput.num_kept, goodput.tokens_kept, goodput.tokens_consumed) == (3, 3072, 3072)
 
 
@@ -125,9 +142,9 @@ def test_pause_lasts_until_resume() -> None:
 
 
 def test_run_that_ends_while_paused_and_run_without_steps() -> None:
-    assert accounts_of(total(started(0.0), order(1.0, "pause"), ended(5.0, 0))) == {"paused": 4.0, "saving": 1.0}
+    assert accounts_of(total(started(0.0), order(1.0, "pause"), ended(5.0, 0))) == {"starting": 1.0, "paused": 4.0}
     empty = total()
-    assert (empty.wall_s, empty.of_time, empty.tax, empty.of_tokens) == (0.0, 0.0, 0.0, 0.0)
+    assert (empty.wall_s, empty.of_time, empty.lost_to_recovery, empty.of_tokens) == (0.0, 0.0, 0.0, 0.0)
 
 
 @settings(deadline=None, max_examples=60)
@@ -161,3 +178,89 @@ def test_accounts_add_up_to_the_wall_time(moves: list[tuple[str, float]]) -> Non
     assert goodput.wall_s == pytest.approx(latest)
     assert all(seconds >= 0 for seconds in goodput.seconds.values())
     assert set(goodput.seconds) == set(Account)
+    lost_s = sum(cost.seconds for cost in goodput.lost.values())
+    assert lost_s + goodput.seconds[Account.kept] == pytest.approx(goodput.wall_s)
+    assert sum(cost.steps for cost in goodput.lost.values()) == goodput.num_undone + goodput.num_refused
+
+
+def restarted(time: float, cause: EndCause) -> RunRestarted:
+    return RunRestarted(time=time, iteration=0, step=0, number=1, reason="failed", cause=str(cause))
+
+
+def costs_of(goodput: Goodput) -> dict[str, tuple[float, int, int]]:
+    return {str(cause): (round(cost.seconds, 9), cost.times, cost.steps) for cause, cost in goodput.lost.items()}
+
+
+def test_lost_time_by_cause() -> None:
+    """Each failure costs the time to notice it, to start again, to the first step, and the steps trained again."""
+    goodput = total(
+        started(0.0),
+        record(1, time=1.0, step_time_s=1.0),
+        record(2, time=2.0, step_time_s=1.0),
+        record(3, time=3.0, step_time_s=1.0),
+        restarted(13.0, EndCause.hung_rank),
+        started(16.0, step=2),
+        record(4, time=17.0, step=3),
+        started(27.0, step=3),  # nothing says how the start before ended
+        record(5, time=28.0, step=4),
+        RunEnded(time=28.0, iteration=5, step=4, exit_code=75, reason="stopped"),
+        started(30.0, step=4),
+        record(6, time=31.0, step=5),
+        restarted(32.0, EndCause.unknown),  # as in a log of an older version
+        started(33.0, step=5),
+        record(7, time=34.0, step=6),
+    )
+    assert costs_of(goodput) == {
+        "hung rank": (15.0, 1, 1),
+        "lost launcher": (11.0, 1, 0),
+        "stop and resume": (3.0, 1, 0),
+        "unknown failure": (3.0, 1, 0),
+        "first start": (1.0, 1, 0),
+    }
+    assert goodput.of_time == pytest.approx(1.0 / 34.0), "two steps of one second, of which one was trained again"
+    assert goodput.main_causes == [
+        "hung rank 44.1%",
+        "lost launcher 32.4%",
+        "stop and resume 8.8%",
+        "unknown failure 8.8%",
+    ]
+
+
+def test_steps_behind_a_damaged_checkpoint_are_lost_to_storage() -> None:
+    """A rank is killed at step 5. The checkpoint of step 4 is damaged, that of step 2 is loaded: of the three steps
+    that are trained again, the kill cost one."""
+    damaged = CheckpointJudged(time=7.0, iteration=5, directory="step-00000004-gen-0", health="damaged", reason="sha")
+    goodput = total(
+        started(0.0),
+        *(record(step, time=float(step), step_time_s=1.0) for step in range(1, 6)),
+        restarted(6.0, EndCause.killed_rank),
+        damaged,
+        started(7.0, step=2),
+        record(6, time=8.0, step=3),
+    )
+    costs = costs_of(goodput)
+    assert costs["killed rank"] == (3.0 + 1.0, 1, 1), "three seconds to the first step, and one step"
+    assert costs["storage"] == (2.0, 1, 2)
+    assert goodput.seconds[Account.kept] == 1.0
+
+
+def test_planned_work_has_causes_too() -> None:
+    rewound = Outcome(time=8.5, iteration=4, kind=ActionKind.rewind, incident=1, succeeded=True, step=2, seconds=0.5)
+    goodput = total(
+        started(0.0),
+        record(1, time=1.0),
+        record(2, time=2.0),
+        record(3, time=3.0, step=2, refused=True),
+        EvalRecord(time=5.0, iteration=3, step=2, loss=2.0, tokens=10),
+        order(5.0, "pause"),
+        order(6.0, "resume"),
+        record(4, time=8.0, step=3, step_time_s=0.5),
+        rewound,
+        saved(8.5, blocked_s=0.0),
+        ended(9.0, 2),
+    )
+    costs = costs_of(goodput)
+    assert (costs["evaluation"], costs["pause"]) == ((2.0, 1, 0), (1.0, 1, 0))
+    assert costs["rejected updates"][1:] == (1, 1)
+    assert costs["rewind or rollback"][1:] == (1, 1)
+    assert costs["checkpoints"] == (0.5, 1, 0)

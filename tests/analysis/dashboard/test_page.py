@@ -142,7 +142,12 @@ def test_facts_of_a_run(tmp_path: Path) -> None:
     assert incident["findings"] == [["100", "loss_spike: 9.00 against a bound of 4.00"]]
     assert page_facts["guilty"][0]["rarest"] == "147 (1, 12), 156 (2, 105), 157 (2, 107)"
     assert page_facts["who"]["rank_time_who"] == "most often rank 5 (100% of the steps)"
-    assert page_facts["goodput"]["tax_more"] == "21 steps refused or undone"
+    goodput = page_facts["goodput"]
+    assert goodput["lost_more"] == "21 steps rejected or undone"
+    causes = {item["cause"]: (item["times"], item["steps"]) for item in goodput["causes"]}
+    assert (causes["rewind or rollback"], causes["rejected updates"]) == ((2, 20), (1, 1))
+    kept = next(item for item in goodput["accounts"] if item["account"] == "kept")
+    assert sum(item["share"] for item in goodput["causes"]) + kept["share"] == pytest.approx(1)
 
 
 def test_an_empty_run_has_a_page(tmp_path: Path) -> None:

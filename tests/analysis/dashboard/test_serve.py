@@ -15,7 +15,7 @@ import pytest
 
 from harness.analysis.dashboard.serve import Server, open_server
 from harness.core.rundir import RunDir
-from tests.analysis.dashboard.logs import BEGUN, long_run, record
+from tests.analysis.dashboard.logs import BEGUN, long_run, record, write_load
 
 
 @pytest.fixture
@@ -81,6 +81,16 @@ def test_only_new_rows_are_sent(server: Server, run: RunDir) -> None:
     assert ask(server, seen)[0] == 204
     (run.path / "incidents" / "001" / "postmortem.md").write_text("# Spike", encoding="utf-8")
     assert "<h1>Spike</h1>" in json.loads(ask(server, seen)[2])["facts"]["incidents"][0]["postmortem"]
+
+
+def test_the_load_of_the_machines_is_sent_when_it_changes(server: Server, run: RunDir) -> None:
+    first = json.loads(ask(server, "/data.json")[2])
+    assert first["system"]["num_rows"] == 0
+    write_load(run.path, 5, last=60)
+    query = f"/data.json?seen={first['facts']['revision']}&load={first['facts']['load']}"
+    update = json.loads(ask(server, query)[2])
+    assert update["system"]["num_rows"] == 5
+    assert "system" not in json.loads(ask(server, f"/data.json?load={update['facts']['load']}")[2])
 
 
 @pytest.mark.parametrize("query", ["steps=-1", "steps=abc", "steps=99999999999", "steps=1e9", "seen=%00", "steps="])

@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from harness.analysis.dashboard.page import render
-from harness.analysis.dashboard.page_data import page_data
+from harness.analysis.dashboard.page_data import page_data, state_of
 from harness.analysis.dashboard.series import thin
 from harness.analysis.dashboard.story import FP8_COLUMNS, MOST_MARKS, MarkKind, Story
 from harness.analysis.dashboard.terminal_view import frame
-from harness.core.events import Finding, FindingKind, RunStarted, to_json
+from harness.core.events import Finding, FindingKind, RunRestarted, RunStarted, to_json
 from harness.core.rundir import RunDir
 from tests.analysis.dashboard.logs import BEGUN, long_run, record, write
 
@@ -58,7 +58,7 @@ def test_story_of_a_run(run: RunDir) -> None:
     assert [(batch.cursor, batch.why) for batch in story.guilty.values()] == [
         (99, "loss_spike, excluded by incident 1"),
         (199, "grad_spike, excluded by incident 2"),
-        (299, "update refused, nonfinite, excluded by incident 3"),
+        (299, "update rejected, nonfinite, excluded by incident 3"),
     ]
     assert story.guilty[99].rarest == [[147, 1, 12], [156, 2, 105], [157, 2, 107]]
 
@@ -145,7 +145,7 @@ def test_non_finite_loss_is_marked_and_a_gap(tmp_path: Path) -> None:
     story = read(RunDir(tmp_path))
     assert np.isnan(story.steps.column("loss")).tolist() == [False, True, True]
     assert [mark.text for mark in story.marks[MarkKind.refused]] == [
-        "update refused: loss nan, gradient norm inf",
+        "update rejected: loss nan, gradient norm inf",
         "not finite: loss inf, gradient norm 1",
     ]
 
@@ -182,3 +182,13 @@ def test_finding_without_action_is_no_incident() -> None:
     )
     assert len(story.incidents) == 0
     assert [mark.text for mark in story.marks[MarkKind.finding]] == ["slow, rank 1 lags"]
+
+
+def test_a_run_that_is_restarted_inside_the_job_is_running() -> None:
+    story = Story()
+    story.add(RunStarted(time=1, iteration=0, world_size=2, num_steps=9, step=0))
+    story.add(RunRestarted(time=2, iteration=5, step=5, number=1, reason="rank 1 on a was killed by SIGKILL"))
+    assert state_of(story, now_s=3.0) == ("running", "")
+    assert [mark.text for mark in story.marks[MarkKind.restart]] == [
+        "restart 1 after step 5: rank 1 on a was killed by SIGKILL"
+    ]

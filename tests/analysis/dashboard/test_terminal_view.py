@@ -51,14 +51,16 @@ def test_frame_of_a_live_run(tmp_path: Path) -> None:
         "step 40/80 ━━━━━━━━━━━━━━━━━━─────────────────── 50.0%  ETA 0:20",
         "loss 2.0000  grad 1  lr 3.0e-04  2.05 ktok/s  50.0% MFU",
         "loss ████▇▇▆▆▆▅▅▄▄▃▃▃▂▂▁▁ 2.05 to 3.75",
-        "goodput 97.5%  stability tax 0.00%  0 incidents  0 refused  0 u…",
+        "goodput 97.5%  lost to recovery 0.00%  0 incidents",
+        "0 updates rejected  0 steps undone",
+        "lost to first start 2.5%",
         "checkpoints: none yet",
         "ranks 2 alive, 1 silent, on 2 hosts",
         "  rank 2 on node1: train, iteration 30, 1 min ago",
         "  rank 1 on node0: train, iteration 37, 0 s ago",
         "",
         "last events",
-        "       40  intervention  command of ada: lr 0.5 (too loud [31m)",
+        "40 operator: command of ada: lr 0.5 (too loud [31m)",
     ]
 
 
@@ -68,10 +70,11 @@ def test_frame_of_an_ended_run_lists_its_last_events(tmp_path: Path) -> None:
     ended = [beat(rank, iteration=400, time=BEGUN, exit_code=0) for rank in range(3)]
     texts = [line.text for line in frame("first", story, ended, now_s=BEGUN, width=200)]
     assert texts[0] == "first: done · exit code 0 · all steps done · 8 ranks"
-    assert "3 incidents  1 refused  20 undone" in texts[4]
-    assert texts[5] == "checkpoints 20, latest: step 400: saved step-00000400-gen-0 in 2.0 s"
-    assert texts[6] == "ranks 0 alive, 3 ended, on 2 hosts"
-    assert len(texts) == 7 + 2 + 8
+    assert "3 incidents  1 update rejected  20 steps undone" in texts[4]
+    assert texts[5] == "lost to rewind or rollback 5.1%  evaluation 0.8%  checkpoints 0.4%  first start 0.2%"
+    assert texts[6] == "checkpoints 20  latest: step 400: saved step-00000400-gen-0 in 2.0 s"
+    assert texts[7] == "ranks 0 alive, 3 ended, on 2 hosts"
+    assert len(texts) == 8 + 2 + 8
 
 
 def test_frame_of_an_empty_log_and_of_a_nan_loss(tmp_path: Path) -> None:
@@ -89,3 +92,19 @@ def test_frame_of_an_empty_log_and_of_a_nan_loss(tmp_path: Path) -> None:
 def test_sparklines() -> None:
     assert sparkline([0.0, 1.0, float("nan"), 9.0], 0.0, 1.0) == "▁█ █"
     assert sparkline([2.0, 2.0], 2.0, 2.0) == "▁▁"
+
+
+def test_no_text_is_lost_on_a_narrow_terminal(tmp_path: Path) -> None:
+    """Lines are wrapped: every part of the wide view is also in the narrow one."""
+    story = Story()
+    story.read_more(RunDir(long_run(tmp_path / "first", 400)))
+    wide, narrow = ([line.text for line in frame("first", story, [], now_s=BEGUN, width=w)] for w in (130, 60))
+    assert max(map(len, wide)) <= 130
+    assert max(map(len, narrow)) <= 60
+    assert not any("…" in text for text in [*wide, *narrow])
+    for part in ("1 update rejected", "20 steps undone", "latest: step 400: saved step-00000400-gen-0 in 2.0 s"):
+        assert any(part in text for text in wide)
+        assert any(part in text for text in narrow)
+    assert "      100  recovery      restored snapshot of iteration 90, step 90: 10 steps lost, took 0.20 s" in wide
+    assert "100 recovery: restored snapshot of iteration 90, step 90: 10" in narrow
+    assert "  steps lost, took 0.20 s" in narrow

@@ -52,7 +52,7 @@ def test_non_finite_values_are_located_by_step_rank_and_layer() -> None:
     assert questions(found) == ["Q1.1", "Q1.2", "Q1.3", "Q1.4"]
     assert found.nodes[0].answer == "yes: the loss"
     assert "ranks 3; layer groups head" in render(found)
-    assert "every such update was refused: no weight changed" in render(found)
+    assert "every such update was rejected: no weight changed" in render(found)
 
 
 def test_recovered_spike_and_its_cause() -> None:
@@ -163,4 +163,4 @@ def test_findings_outside_the_tree_are_reported() -> None:
     assert "batch 300 holds the same tokens as batch 299" in twice.conclusion
     refused = diagnose(rows({300: {"refused": True}}))
     assert refused.finds is Finds.other
-    assert "refused 1 updates" in refused.conclusion
+    assert "rejected 1 update, " in refused.conclusion

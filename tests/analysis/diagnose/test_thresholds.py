@@ -139,7 +139,7 @@ def test_q23_one_outlier_is_noise_unless_it_is_confirmed() -> None:
     row = {"loss": MEAN + 6 * SIGMA}
     outlier = diagnose(flat_log(changes={200: row}))
     assert outlier.finds is Finds.nothing
-    assert node(outlier, "Q2.3").answer == "noise: no detector confirms it and nothing was refused"
+    assert node(outlier, "Q2.3").answer == "noise: no detector confirms it and nothing was rejected"
     assert diagnose(flat_log(changes={200: row | {"refused": True}})).finds is Finds.spike
     assert diagnose(flat_log(changes={at: {"loss": 6.0} for at in (200, 201)})).finds is Finds.spike
 

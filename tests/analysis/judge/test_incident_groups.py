@@ -177,3 +177,12 @@ def test_incident_is_closed_after_twice_the_lingering_rows() -> None:
         if incidents.observe(row, [found(FindingKind.loss_spike, row)] if step == 50 else []):
             ended.append(step)
     assert ended == [50 + 2 * CFG.lingering_rows]
+
+
+def test_a_run_that_never_learned_is_severe() -> None:
+    rows = records([5.6 + 0.05 * math.sin(row) for row in range(900)])
+    for step, row in enumerate(rows):
+        row.step, row.iteration, row.lr = step, step, 0.3
+    (incident,) = group_incidents(rows)
+    assert (incident.kind, incident.severity) == (FindingKind.never_learned, Severity.high)
+    assert "learning rate (peak 0.3)" in incident.message

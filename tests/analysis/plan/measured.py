@@ -57,6 +57,8 @@ def config(*overrides: str) -> Config:
 SELECTIVE, FULL = (f"parallel.activation_checkpointing={kind}" for kind in ("selective", "full"))
 EAGER, RESHARDED = "parallel.compile=false", "parallel.reshard_after_forward=true"
 FP8, DELAYED, BLOCK = "precision=fp8", "precision.fp8.recipe=delayed", "precision.fp8.recipe=block"
+SEVEN_B = ("model=7b", "model.num_kv_heads=8")
+"""The shape that was measured: 5.93B parameters."""
 THREE_B = ("model=3b", "train.batch_size=4")
 KEPT = ("precision.fp8.keep_first_blocks=1", "precision.fp8.keep_last_blocks=1")
 LONG = ("train.batch_size=1", "train.sequence_length=32768", RESHARDED)
@@ -71,14 +73,14 @@ ROWS = (
     Measured(
         "7b full, 4 sequences",
         FITS,
-        ("model=7b", "train.batch_size=4", FULL, RESHARDED),
+        (*SEVEN_B, "train.batch_size=4", FULL, RESHARDED),
         4 * 4096 / 11_864,
         90.9 * GIB,
     ),
     Measured(
         "7b selective, 1 sequence",
         FITS,
-        ("model=7b", "train.batch_size=1", SELECTIVE, RESHARDED),
+        (*SEVEN_B, "train.batch_size=1", SELECTIVE, RESHARDED),
         4096 / 11_789,
         89.0 * GIB,
     ),

@@ -17,7 +17,7 @@ from harness.config.parallel import ActivationCheckpointing
 from harness.config.precision import PrecisionKind
 from harness.config.schema import Config
 from harness.distributed.fsdp import wrap
-from harness.model.transformer import Block, document_mask, rotary_tables
+from harness.model.transformer import Block, build_block, document_mask, rotary_tables
 from harness.precision import fused_qkv
 from harness.precision.fp8.layers import convert_to_fp8
 from harness.precision.mixed_precision import DTYPES, linear
@@ -60,7 +60,7 @@ def kept_by(block: Block, cfg: Config) -> int:
 
 
 def block_of(cfg: Config) -> Block:
-    block = Block(cfg.model, linear=linear).to(DTYPES[PrecisionKind(cfg.precision.kind)])
+    block = build_block(cfg.model, linear=linear).to(DTYPES[PrecisionKind(cfg.precision.kind)])
     convert_to_fp8([block], cfg.precision)
     return block
 
@@ -71,6 +71,8 @@ def block_of(cfg: Config) -> Block:
         ["model=tiny"],
         ["model=tiny", "precision=bf16"],
         ["model=tiny", "precision=bf16", "model.qk_norm=true"],
+        ["model=tiny", "model.norm=layer"],
+        ["model=tiny", "precision=bf16", "model.norm_placement=post"],
         ["model=tiny", "precision=bf16", "model.attention=fp32"],
         ["model=tiny", "model.attention=fp32"],
         ["model=tiny", "precision=bf16", "data.document_mask=true"],

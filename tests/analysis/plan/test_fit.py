@@ -39,6 +39,13 @@ def test_limit_is_the_device_memory() -> None:
     assert refusal(on((needed - 1) / 1e9, config()), world_size=1) != ""
 
 
+def test_ranks_that_share_a_gpu_have_their_part_of_its_memory() -> None:
+    shared = config("launch.ranks_per_gpu=2")
+    needed = memory(shared, world_size=2).needed_bytes
+    assert refusal(on(2 * (needed + 1) / 1e9, shared), world_size=2) == ""
+    assert "has 35 GB" in refusal(on(70, shared), world_size=2)
+
+
 def test_message_names_largest_part_and_change() -> None:
     assert refusal(on(60, config()), world_size=1) == (
         "cluster.memory_gb: the only rank needs 70.5 GB of device memory and has 60 GB; the largest part is "

@@ -76,8 +76,10 @@ def test_ranges_are_those_of_the_measured_steps() -> None:
         (["precision=fp8_emulated"], "precision.fp8.engine=emulated, which is slower than the bf16 step planned here"),
         (["model.attention=fp32"], "model.attention=fp32"),
         (["model.qk_norm=true"], "model.qk_norm=true"),
+        (["model.norm=layer"], "model.norm=layer"),
+        (["model.norm_placement=post"], "model.norm_placement=post"),
         (["data.document_mask=true", "parallel.compile=false"], "data.document_mask in fp8, not compiled or with"),
-        (["model=13b"], "11,338,142,720 parameters (measured up to 5,933,109,248)"),
+        (["model=13b"], "13,015,864,320 parameters (measured up to 5,933,109,248)"),
         (["train.sequence_length=2048"], "2,048 tokens per sequence (measured from 4,096)"),
         (
             ["train.micro_batch_size=1", "train.sequence_length=2048"],

@@ -24,7 +24,7 @@ def test_shipped_defaults_have_no_warning(overrides: list[str]) -> None:
         ("optim.weight_decay=0.9", "optim.weight_decay: is 0.9; above 0.5 the model cannot fit the data"),
         ("optim.beta2=0.9999", "optim.beta2: is 0.9999; the second moment needs 10,000 steps"),
         ("optim.clip_norm=null", "optim.clip_norm: is null; one bad batch"),
-        ("optim.lr=5", "optim.lr: is 5, above the usual range of 0.0003 to 0.007 for 0.804M parameters"),
+        ("optim.lr=5", "optim.lr: is 5, above the usual range of 0.0003 to 0.007 for 804k parameters"),
         ("optim.lr=1e-5", "optim.lr: is 1e-05, below the usual range"),
         ("optim.warmup_steps=0", "optim.warmup_steps: is 0; the first updates have the full learning rate"),
         ("checkpoint.every_steps=0", "checkpoint.every_steps: is 0, and checkpoint.every_minutes is null; a rollback"),

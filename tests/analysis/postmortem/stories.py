@@ -264,7 +264,7 @@ def growing() -> list[Event]:
 def torn() -> list[Event]:
     """Weights that become non-finite after an ordinary gradient."""
     change: Change = lambda row: replace(row, loss=5.5, group_param_norms={"blocks.0": math.inf}, param_norm=math.inf)  # noqa: E731
-    spike = finding(FindingKind.loss_spike, ONSET, "loss 5.5, 16 spreads above its level")
+    spike = finding(FindingKind.loss_spike, ONSET, "loss 5.5, 16 sigma above normal")
     back = outcome(ActionKind.rollback, ONSET + 1, steps_lost=10, seconds=1.0, target="step-00000140-gen-0")
     return log_of({ONSET: change}, [spike, action(ActionKind.rollback, ONSET), back, ended(actions=["rollback"])])
 
@@ -275,7 +275,7 @@ def planned_phase() -> list[Event]:
     def other(row: StepRecord) -> StepRecord:
         return replace(row, loss=row.loss + 1.2, in_planned_change=True, batch=row.batch | {"entropy_nats": 4.4})
 
-    spike = finding(FindingKind.loss_spike, ONSET, "loss 3.7, 40 spreads above its level")
+    spike = finding(FindingKind.loss_spike, ONSET, "loss 3.7, 40 sigma above normal")
     accept = action(ActionKind.accept, ONSET + 6, level=3.7)
     plan = ChangePlanned(
         time=1.8e9 + ONSET,
@@ -325,7 +325,7 @@ def hot_resume() -> list[Event]:
     changes: dict[int, Change] = {at: lambda row: replace(row, lr=0.03) for at in range(ONSET - 4, NUM_ROWS)}
     for at in range(ONSET, ONSET + 40):
         changes[at] = lambda row: replace(row, lr=0.03, loss=4.5, grad_norm=5.0)
-    spike = finding(FindingKind.loss_spike, ONSET, "loss 4.5, 50 spreads above its level")
+    spike = finding(FindingKind.loss_spike, ONSET, "loss 4.5, 50 sigma above normal")
     jump = finding(FindingKind.lr_jump, ONSET - 4, "learning rate went from 0.001 to 0.03 in one row")
     end = ended(last=ONSET + 30, kinds=["loss_spike"], verdict="lingering", spike_type=2, actions=["watch"])
     return log_of(changes, [changed_config(ONSET - 5, optim__lr=[0.001, 0.03]), jump, spike, end])
@@ -370,7 +370,7 @@ def cascade() -> list[Event]:
     usual = {"blocks.0": 0.1, "blocks.1": 0.2, "blocks.2": 0.3, "blocks.3": 0.4}
     changes: dict[int, Change] = {at: lambda row: replace(row, activation_rms=usual) for at in range(0, ONSET, 10)}
     changes[ONSET] = lambda row: replace(row, loss=4.4, grad_norm=3.0, activation_rms=grown)
-    spike = finding(FindingKind.loss_spike, ONSET, "loss 4.4, 60 spreads above its level")
+    spike = finding(FindingKind.loss_spike, ONSET, "loss 4.4, 60 sigma above normal")
     return log_of(changes, [spike, action(ActionKind.watch, ONSET), ended(kinds=["loss_spike"], actions=["watch"])])
 
 

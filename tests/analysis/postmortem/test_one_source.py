@@ -14,7 +14,7 @@ import pytest
 from harness.analysis.dashboard.index import run_row
 from harness.analysis.dashboard.page_data import facts_of
 from harness.analysis.dashboard.story import Story
-from harness.analysis.dashboard.terminal_view import goodput_line
+from harness.analysis.dashboard.terminal_view import goodput_parts
 from harness.analysis.postmortem import evidence as schema
 from harness.analysis.postmortem.incident_numbers import incident_numbers
 from harness.analysis.postmortem.report import markdown_report
@@ -33,7 +33,7 @@ def spiked() -> list[Event]:
         return lambda row: replace(row, loss=row.loss + 2.0 * math.exp(-after / 6))
 
     changes = {ONSET + after: high(after) for after in range(40)}
-    found = stories.finding(FindingKind.loss_spike, ONSET, "loss 4.5, 50 spreads above its level")
+    found = stories.finding(FindingKind.loss_spike, ONSET, "loss 4.5, 50 sigma above normal")
     end = stories.ended(last=ONSET + 1, kinds=["loss_spike"], verdict="open", is_open=True, actions=["watch"])
     return log_of(changes, [found, stories.action(ActionKind.watch, ONSET), end])
 
@@ -59,7 +59,7 @@ def test_all_reports_agree(tmp_path: Path, story: Callable[[], list[Event]]) -> 
     goodput = page.accounts.total()
     assert goodput.num_refused + goodput.num_undone == evidence.cost.refused_steps + evidence.cost.undone_steps
     assert schema.to_tree(evidence)["numbers"]["onset"] == incident["onset"]
-    assert not re.search(r"\bopen\b", f"{text}{facts['incidents_more']}{goodput_line(page)}"), "the run has ended"
+    assert not re.search(r"\bopen\b", f"{text}{facts['incidents_more']}{goodput_parts(page)}"), "the run has ended"
 
 
 def numbers_of(losses: list[float]) -> Any:

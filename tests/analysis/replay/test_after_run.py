@@ -2,44 +2,29 @@
 
 from __future__ import annotations
 
-import json
-import math
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from harness.analysis.postmortem import evidence as schema
-from harness.analysis.postmortem.write import EVIDENCE, MARKDOWN, write_folder
+from harness.analysis.postmortem.write import MARKDOWN, write_folder
+from harness.analysis.replay import after_run
 from harness.analysis.replay.after_run import (
     SKIPPED_FILE,
     ReplayTimeoutError,
-    available_bytes,
     check_cost,
     replay_after_run,
     time_limit,
 )
-from harness.analysis.replay.history import REPLAY_FILE
 from harness.analysis.replay.request import ReplayRequest
 from harness.config.compose import load
 from harness.config.errors import ConfigError
 from harness.core.events import Incident
-from harness.core.rundir import RunDir
-from launch.cli.main import main
 from tests.analysis.postmortem import stories
-from tests.distributed import faulty_runs
 from tests.distributed.cases import TINY
-from tests.distributed.pool import Pool
 from tests.sentinel.series import record
-
-RUN = (
-    "run.name=victim",
-    "train.num_steps=60",
-    "optim.warmup_steps=5",
-    "checkpoint.every_steps=10",
-    "checkpoint.keep=9",
-)
 
 
 def request(num_steps: int) -> ReplayRequest:
@@ -59,7 +44,6 @@ def test_a_replay_that_takes_too_long_is_not_begun() -> None:
     large = replace(cfg, model=load(["model=1b"]).model)
     with pytest.raises(ConfigError, match="on the CPU"):
         check_cost(large, request(10), within_s=60, memory_bytes=1e15)
-    assert available_bytes() > 0
 
 
 def test_time_limit() -> None:
@@ -69,37 +53,29 @@ def test_time_limit() -> None:
         time.sleep(5)
 
 
-def test_report_says_why_the_step_was_not_replayed(tmp_path: Path) -> None:
+def test_a_limit_that_python_dropped_is_raised_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow:
+        def __del__(self) -> None:
+            time.sleep(0.3)
+
+    def work() -> None:
+        Slow()
+        time.sleep(30)
+
+    monkeypatch.setattr(after_run, "REPEAT_S", 0.2)
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    with pytest.raises(ReplayTimeoutError), time_limit(0.05):
+        work()
+
+
+def test_report_says_why_the_step_was_not_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(after_run, "CPU_FLOPS", 1.0)
     log = stories.one_rank()
     run = stories.write(tmp_path / "run", log)
-    assert not replay_after_run(run, 1, within_s=1e-3)
+    assert not replay_after_run(run, 1, within_s=60)
     reason = (run.incidents / "001" / SKIPPED_FILE).read_text()
     assert reason.startswith("The step was not replayed after the run: ")
     assert reason.endswith(f"; run `harness replay {run.path} --incident 1`.\n")
     assert len(reason.splitlines()) == 1
     (incident,) = [event for event in log if isinstance(event, Incident)]
     assert reason in (write_folder(run, incident) / MARKDOWN).read_text()
-
-
-@pytest.mark.full
-def test_run_replays_its_incident_and_the_report_has_the_measurements(
-    ranks: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One rank's gradient is NaN at iteration 36, which the run does not probe."""
-    fault = faulty_runs.Fault("gradient", 1, factor=math.nan, iteration=36)
-    first, _ = ranks.run(2, faulty_runs.run, str(tmp_path), fault, "telemetry.postmortem=true", *RUN)
-    assert first.code == 0
-    run = RunDir(tmp_path / "victim")
-    folder = run.incidents / "001"
-    assert not (folder / SKIPPED_FILE).exists()
-    replayed = json.loads((folder / REPLAY_FILE).read_text())
-    assert (replayed["iteration"], replayed["checkpoint"]) == (36, "step-00000030-gen-0")
-    assert replayed["nature"] == "transient"
-    evidence = schema.read(folder / EVIDENCE)
-    (guilty,) = [row for row in evidence.records if row.iteration == 36]
-    assert sum(guilty.token_loss_counts) == 8 * 32
-    assert "embedding" in guilty.activation_rms
-    assert sum(evidence.batches[0].token_loss_counts) == 8 * 32
-    assert "## Replay" in (folder / MARKDOWN).read_text()
-    assert main(["diagnose", str(run.path)]) == 10
-    assert "the replay is finite, so test the machine of the named ranks" in capsys.readouterr().out

@@ -69,6 +69,11 @@ def iterations(log: list[Event], iteration: int, *available: str) -> tuple[str |
 PLAIN: list[Event] = [started(0), *map(step, range(1, 5)), saved(4), *map(step, range(5, 9)), saved(8), step(9)]
 
 
+def test_a_resume_from_memory_continues_from_the_snapshot() -> None:
+    log: list[Event] = [*PLAIN, started(9, "snapshot of iteration 6"), step(10)]
+    assert iterations(log, 10, "at-4", "at-8") == ("at-4", [5, 6, 10])
+
+
 def test_path_starts_at_the_newest_available_checkpoint() -> None:
     assert iterations(PLAIN, 9, "at-4", "at-8") == ("at-8", [9])
     assert iterations(PLAIN, 9, "at-4") == ("at-4", [5, 6, 7, 8, 9])

@@ -11,8 +11,8 @@ import yaml
 
 from harness.analysis.sweeps import sweep_record
 from harness.analysis.sweeps.job_result import read_job_result
-from harness.analysis.sweeps.ranking import rank
-from harness.analysis.sweeps.sweep_picture import cell_text, draw_all
+from harness.analysis.sweeps.ranking import make_grid, rank
+from harness.analysis.sweeps.sweep_picture import cell_text, curves, draw_all, heat_map
 from harness.analysis.sweeps.sweep_record import Job, Sweep
 from harness.analysis.sweeps.sweep_text import render_markdown, results_table, short_names, verdict
 from harness.config.errors import ConfigError
@@ -25,11 +25,11 @@ BAD = Job(
 )
 
 TABLE = """\
-lr     beta2    loss    best  spikes  incidents  refused  skip/rew/roll  tokens/s  step  end
-0.001  0.9    1.5000  1.5000       -   6.67e+03        1          1/1/0       200     3  done (0)
-0.002  0.9    2.5000  2.5000       -          0        0          0/0/0       100     1  interrupted (75)
-0.004  0.9         -       -       -          -        0          0/0/0         -     0  not started
--1     0.9         -       -       -          -        0          0/0/0         -     0  bad config (2)"""
+lr     beta2    loss    best  spikes  incidents  rejected  skip/rew/roll  tokens/s  step  end
+0.001  0.9    1.5000  1.5000       -   6.67e+03         1          1/1/0       200     3  done (0)
+0.002  0.9    2.5000  2.5000       -          0         0          0/0/0       100     1  interrupted (75)
+0.004  0.9         -       -       -          -         0          0/0/0         -     0  not started
+-1     0.9         -       -       -          -         0          0/0/0         -     0  bad config (2)"""
 
 VERDICT = "Only one job is finished: optim.lr=0.001 optim.beta2=0.9, held-out loss 1.5000."
 
@@ -40,7 +40,7 @@ PAGE = f"""\
 
     harness train model=tiny optim.lr=0.001 optim.beta2=0.9
 
-| lr | beta2 | loss | best | spikes | incidents | refused | skip/rew/roll | tokens/s | step | end |
+| lr | beta2 | loss | best | spikes | incidents | rejected | skip/rew/roll | tokens/s | step | end |
 | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
 | 0.001 | 0.9 | 1.5000 | 1.5000 | - | 6.67e+03 | 1 | 1/1/0 | 200 | 3 | done (0) |
 | 0.002 | 0.9 | 2.5000 | 2.5000 | - | 0 | 0 | 0/0/0 | 100 | 1 | interrupted (75) |
@@ -48,7 +48,7 @@ PAGE = f"""\
 | -1 | 0.9 | - | - | - | - | 0 | 0/0/0 | - | 0 | bad config (2) |
 
 Spikes: share of steps whose loss is more than 7 sigma above the mean of the 1,000 steps before (at
-least 100); incidents: incidents of the sentinel per 10,000 steps; refused: updates rejected by the gate;
+least 100); incidents: incidents of the sentinel per 10,000 steps; rejected: updates that the gate rejected;
 skip/rew/roll: skipped batches, rewinds, rollbacks.
 
 Not started, invalid config:
@@ -107,7 +107,13 @@ def test_command(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "![held-out loss by lr](page-optim.lr.png)" in page
     for picture in ("page-curves.png", "page-optim.lr.png"):
         assert (directory / picture).read_bytes().startswith(b"\x89PNG")
+    html = (directory / "page.html").read_text()
+    assert "<title>Sweep some</title>" in html
+    assert html.count("data:image/png;base64,") == 2
+    assert f"report  {directory}/page.md\npage    {directory}/page.html\n" in printed
     assert not (directory / "report.md").exists()
+    assert command.main(["report", str(directory), "--output", str(directory / "page.html")]) == 2
+    assert "--output: names the Markdown report" in capsys.readouterr().err
 
 
 def test_result_of_a_resumed_job(tmp_path: Path) -> None:
@@ -146,6 +152,27 @@ def test_cells_of_a_heat_map() -> None:
     assert cell_text(1.23456, 2, is_lowest=True) == "1.2346 \N{BULLET}\n2 missing"
     assert cell_text(math.nan, 1, is_lowest=False) == "1 missing"
     assert cell_text(math.nan, 0, is_lowest=False) == ""
+
+
+def test_a_heat_map_says_what_its_marks_and_colours_mean() -> None:
+    places = [("1", "0.9", 1.0), ("2", "0.9", 2.0), ("1", "0.95", 3.0)]
+    results = [finished(job(lr=lr, beta2=beta2), [loss], losses=[loss]) for lr, beta2, loss in places]
+    ranking = rank(results)
+    figure = heat_map(make_grid(ranking.scores, "optim.beta2", "optim.lr"), ranking)
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["lowest of all", "lowest of its row", "no finished job"]
+    _, bar = figure.axes
+    assert bar.get_ylabel() == "held-out loss (nats per token)"
+    whole = rank([*results, finished(job(lr="2", beta2="0.95"), [4.0], losses=[4.0])])
+    (legend,) = heat_map(make_grid(whole.scores, "optim.beta2", "optim.lr"), whole).legends
+    assert [text.get_text() for text in legend.get_texts()] == ["lowest of all", "lowest of its row"]
+
+
+def test_curves_say_what_lines_and_points_are() -> None:
+    figure = curves(rank([finished(job(lr="1"), [1.0], losses=[3.0, 2.0])]), "some")
+    (axes,) = figure.axes
+    assert axes.get_title(loc="right") == "lines: moving average of the training loss; points: held-out loss"
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("iteration", "loss (nats per token)")
 
 
 def test_one_picture_for_each_pair_of_numeric_keys(tmp_path: Path) -> None:

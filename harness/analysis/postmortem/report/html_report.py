@@ -26,6 +26,8 @@ pre, code { background: var(--soft); border-radius: 4px; font-size: .85rem; }
 code { padding: .1rem .25rem; }
 pre { padding: .6rem; overflow-x: auto; white-space: pre-wrap; }
 pre code { padding: 0; }
+table { display: block; overflow-x: auto; border-collapse: collapse; font-size: .88rem; margin: .8rem 0; }
+th, td { padding: .25rem .8rem .25rem 0; border-bottom: 1px solid var(--line); text-align: left; }
 .figure { display: block; margin: 1rem 0; }
 img { max-width: 100%; height: auto; border: 1px solid var(--line); border-radius: 4px; background: #ffffff; }
 .caption { display: block; font-size: .8rem; }

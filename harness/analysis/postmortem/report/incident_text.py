@@ -56,6 +56,9 @@ TITLES = {
     Panel.throughput: "throughput",
 }
 
+KIND_NAMES = {"refusal": "rejected update", "refusals": "rejected updates"}
+"""Kinds whose names differ from those in the log."""
+
 
 def format_number(value: float | None, digits: int = 4) -> str:
     """A number with `digits` significant digits; NaN and Inf by name."""
@@ -125,9 +128,14 @@ def _action_line(action: Action, outcome: Outcome | None) -> str:
     return f"{text} (iteration {action.iteration})"
 
 
+def kind_names(kinds: Sequence[str]) -> list[str]:
+    """Kinds of an incident in words; most of them are the names in the log."""
+    return [KIND_NAMES.get(kind, kind) for kind in kinds]
+
+
 def cost_in_steps(cost: Cost) -> str:
     """Cost in steps, and what became of them."""
-    parts = [(cost.undone_steps, "undone"), (cost.refused_steps, "refused"), (cost.raised_steps, "with a raised loss")]
+    parts = [(cost.undone_steps, "undone"), (cost.refused_steps, "rejected"), (cost.raised_steps, "with a raised loss")]
     split = ", ".join(f"{count} {what}" for count, what in parts if count)
     return f"{cost.steps} step{'s' if cost.steps != 1 else ''}{f' ({split})' if split else ''}"
 
@@ -178,7 +186,7 @@ def title_of(evidence: Evidence, measures: Measures) -> str:
 
 def loss_path(numbers: IncidentNumbers) -> str:
     """Loss before, at its peak and fifty steps later, as every report states them."""
-    peak = f"{format_number(numbers.peak)}{' (refused)' if numbers.peak_refused else ''}"
+    peak = f"{format_number(numbers.peak)}{' (rejected)' if numbers.peak_refused else ''}"
     after = "" if numbers.loss_after_50 is None else f" -> {format_number(numbers.loss_after_50)}"
     return f"{format_number(numbers.level)} -> {peak}{after}"
 

@@ -25,6 +25,7 @@ from harness.analysis.postmortem.report.incident_text import (
     format_number,
     format_time,
     join_names,
+    kind_names,
     loss_path,
     panel_name,
     printable,
@@ -116,7 +117,7 @@ def _symptoms(evidence: Evidence, measures: Measures) -> list[str]:
     numbers, run = evidence.numbers, evidence.run
     peak = ""
     if numbers.peak_iteration is not None:
-        refused = ", refused: it did not reach the weights" if numbers.peak_refused else ""
+        refused = ", rejected: it did not reach the weights" if numbers.peak_refused else ""
         peak = f" (iteration {numbers.peak_iteration}{refused})"
     cursors = [record.cursor for record in measures.during]
     seen = f"; the incident covers batches {min(cursors)} to {max(cursors)}" if len(set(cursors)) > 1 else ""
@@ -130,7 +131,7 @@ def _symptoms(evidence: Evidence, measures: Measures) -> list[str]:
     return [
         "## 1. Symptoms",
         f"- step where it began: {evidence.onset_step} (iteration {evidence.onset})",
-        f"- findings: {', '.join(evidence.kinds()) or NOT_MEASURED}",
+        f"- findings: {', '.join(kind_names(evidence.kinds())) or NOT_MEASURED}",
         f"- pre-spike loss (50-step EMA): {format_number(numbers.level)}",
         f"- peak loss: {format_number(numbers.peak)}{peak}",
         f"- recovery loss (50 steps after the peak): {recovery_text(numbers)}",
@@ -270,7 +271,7 @@ def _batch_lines(batches: Sequence[GuiltyBatch]) -> list[str]:
         facts = [f"fingerprint {batch.fingerprint}" if batch.fingerprint else "fingerprint not measured"]
         facts += [] if batch.entropy_nats is None else [f"entropy {batch.entropy_nats:.2f} nats"]
         facts += [f"{count} rows of {name}" for name, count in batch.rows.items() if count]
-        facts += ["update refused"] if batch.refused else []
+        facts += ["update rejected"] if batch.refused else []
         not_read = [] if batch.reread else ["tokens not compared with the data on disk"]
         facts += ["DIFFERS from the data on disk now"] if batch.is_changed else not_read
         lines.append(f"- batch {batch.index}: {', '.join(facts)}")

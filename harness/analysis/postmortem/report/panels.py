@@ -63,7 +63,7 @@ def _draw_loss(figure: Figure, evidence: Evidence) -> bool:
     applied = [record for record in evidence.records if not record.refused]
     refused = [record for record in evidence.records if record.refused]
     draw_line(axes, series(applied, lambda record: record.loss), BLUE, "applied")
-    draw_dots(axes, series(refused, lambda record: record.loss), RED, "refused, not applied")
+    draw_dots(axes, series(refused, lambda record: record.loss), RED, "rejected, not applied")
     draw_line(axes, _bound(evidence, "loss"), GREY, "the gate's bound", dashed=True)
     return finish_axes(
         axes, evidence, "nats", gaps=[r.iteration for r in evidence.records if not math.isfinite(r.loss)]

@@ -141,7 +141,7 @@ def scrambled_data(evidence: Evidence, measures: Measures) -> RuleResult:
     if shift is None:
         return rate_cause(cause, 0.55, Reason(disk, Panel.tokens))
     seen, usual, spreads = shift
-    text = f"token entropy of the batch {seen:.2f} nats (usually {usual:.2f}; distance {spreads:.1f} spreads)"
+    text = f"token entropy of the batch {seen:.2f} nats (usually {usual:.2f}; {spreads:.1f} sigma from normal)"
     if spreads < ENTROPY_SPREADS:
         against = Reason(text, Panel.tokens)
         return rate_cause(cause, 0.45 if changed else 0.1, Reason(disk, Panel.tokens) if changed else None, against)

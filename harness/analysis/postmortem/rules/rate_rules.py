@@ -49,9 +49,10 @@ def rate_range(settings: dict[str, Any]) -> tuple[float, float] | None:
     if settings.get("model.mup_base_width") is not None:
         return None
     try:
-        model = ModelConfig(**{item.name: settings[f"model.{item.name}"] for item in fields(ModelConfig)})
+        names = [item.name for item in fields(ModelConfig) if f"model.{item.name}" in settings]
+        model = ModelConfig(**{name: settings[f"model.{name}"] for name in names})
         usual = usual_lr(num_parameters(model))
-    except (KeyError, TypeError, ValueError, ConfigError):
+    except (TypeError, ValueError, ConfigError):
         return None
     return usual * LR_RANGE[0], usual * LR_RANGE[1]
 
@@ -145,7 +146,7 @@ def _rate_by_trend(evidence: Evidence, measures: Measures) -> RuleResult:
         return rate_cause(cause, 0.1, None, Reason("the loss did not leave its level", Panel.loss))
     high = "the loss or gradient was not finite"
     if measures.is_finite and measures.rise is not None:
-        high = f"loss {measures.rise:.1f} spreads above its level"
+        high = f"loss {measures.rise:.1f} sigma above normal"
     signs = [high if risen else "", "divergence" if diverged else ""]
     signs += ["gradient norm and loss climbed before the onset" if climbs else ""]
     signs += ["near the peak of the learning rate" if at_peak else "", "a lower rate was tried" if cooled else ""]

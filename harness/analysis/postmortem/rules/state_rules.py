@@ -214,7 +214,7 @@ def structural(evidence: Evidence, _measures: Measures) -> RuleResult:
     failed = m.num_failed_recoveries(evidence)
     if len(same_kind) >= 2 or failed >= 3:
         earlier_text = f"{len(same_kind)} earlier incidents of this kind"
-        text = f"{failed} recovery actions in a row did not help" if failed >= 3 else earlier_text
+        text = f"{failed} recovery actions in a row failed" if failed >= 3 else earlier_text
         return rate_cause(cause, 0.5, Reason(text, Panel.loss))
     if growth is None:
         return leave_unexamined(cause, "weight norms were not probed around the onset", Panel.weights)
