@@ -1,8 +1,10 @@
 """The language model: pre-LN, RMSNorm, SwiGLU, RoPE, grouped-query attention, no biases.
 
+LayerNorm and post-LN blocks can be chosen for comparison (`model.norm`, `model.norm_placement`).
+
 Sharding, compilation and activation checkpointing are applied beside this module (`harness.distributed.fsdp`), and
 FSDP2 casts its weights. The module depends on precision in three calls: `project_qkv_rope` and `project` (QKV) and
-`swiglu` (MLP) choose fused or fp8 GEMMs by the type of the layers they get. RMSNorm statistics, RoPE and the loss are
+`swiglu` (MLP) choose fused or fp8 GEMMs by the type of the layers they get. Statistics of norms, RoPE and the loss are
 fp32 in every precision.
 How: `forward` takes tokens and targets and returns the objective to differentiate with the sums that are logged, so
 logits exist only in chunks inside the loss. Blocks are equal and get all inputs as arguments, so that each can be
@@ -21,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from harness.config.model import AttentionKind, ModelConfig
+from harness.config.model import AttentionKind, ModelConfig, NormKind, NormPlacement
 from harness.model.loss import IGNORED, LossOptions, chunked_cross_entropy, count_losses
 from harness.model.mup import attention_scale, output_multiplier
 from harness.precision.fp8.linear import project
@@ -75,6 +77,15 @@ def rotary_tables(cfg: ModelConfig, sequence_length: int) -> tuple[Tensor, Tenso
 def document_mask(documents: Tensor) -> Tensor:
     """Attention mask [B, 1, S, S] within documents; `documents` [B, S] numbers each token's document."""
     return documents[:, None, :, None] == documents[:, None, None, :]
+
+
+def build_norm(cfg: ModelConfig) -> nn.RMSNorm | nn.LayerNorm:
+    """A norm of the residual stream."""
+    match cfg.norm:
+        case NormKind.rms:
+            return nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        case NormKind.layer:
+            return nn.LayerNorm(cfg.dim, eps=cfg.norm_eps, bias=False)
 
 
 class Attention(nn.Module):
@@ -153,9 +164,9 @@ class Block(nn.Module):
 
     def __init__(self, cfg: ModelConfig, *, linear: LinearFactory) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.attention_norm = build_norm(cfg)
         self.attention = Attention(cfg, linear=linear)
-        self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.mlp_norm = build_norm(cfg)
         self.mlp = SwiGLU(cfg, linear=linear)
 
     def forward(
@@ -172,6 +183,27 @@ class Block(nn.Module):
         """The block after the first residual add; the part that is checkpointed (`harness.distributed.fsdp`)."""
         hidden = hidden + self.attention(self.attention_norm(hidden), cos, sin, mask)
         return hidden, self.mlp(self.mlp_norm(hidden))
+
+
+class PostNormBlock(Block):
+    """A post-LN transformer block, for comparison: the norms are on the residual stream, after each sum.
+
+    The last sum is normalized inside the block, so the change that is yet to be added is zero.
+    """
+
+    def advance(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        hidden = self.attention_norm(hidden + self.attention(hidden, cos, sin, mask))
+        hidden = self.mlp_norm(hidden + self.mlp(hidden))
+        return hidden, torch.zeros_like(hidden)
+
+
+def build_block(cfg: ModelConfig, *, linear: LinearFactory) -> Block:
+    """A block with its norms where `model.norm_placement` says."""
+    match cfg.norm_placement:
+        case NormPlacement.pre:
+            return Block(cfg, linear=linear)
+        case NormPlacement.post:
+            return PostNormBlock(cfg, linear=linear)
 
 
 class _DifferentiableZeros(torch.autograd.Function):
@@ -206,9 +238,9 @@ class Transformer(nn.Module):
         )
         self.sampled_layers = sampled_layers(cfg.num_layers)
         self.embedding = nn.Embedding(cfg.vocab_size, cfg.dim)
-        self.embedding_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps) if cfg.embedding_norm else nn.Identity()
-        self.blocks = nn.ModuleList(Block(cfg, linear=linear) for _ in range(cfg.num_layers))
-        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.embedding_norm = build_norm(cfg) if cfg.embedding_norm else nn.Identity()
+        self.blocks = nn.ModuleList(build_block(cfg, linear=linear) for _ in range(cfg.num_layers))
+        self.norm = build_norm(cfg)
         self.head = None if cfg.tied_head else nn.Linear(cfg.dim, cfg.vocab_size, bias=False)
         table_shape = (sequence_length, cfg.head_dim // 2)
         self.register_buffer("cos", torch.empty(table_shape, dtype=torch.float32), persistent=False)

@@ -1,6 +1,6 @@
 """Quality of the detectors on public training logs, compared with the rules of other trainers.
 
-    python -m tests.bench.curves --clones DIR [--each] [--perturb]
+    python -m tests.bench.curves --clones DIR [--each] [--perturb] [--every]
 
 DIR holds git clones as `owner/name`; `tests.bench.training_logs` names repositories, commits and paths. Events come
 from `tests.bench.loss_events`, one rule for every log; peers' rules from `tests.bench.peer_detectors`. Three tables:
@@ -12,6 +12,9 @@ An event is found when an alarm falls between ten rows before its onset and ten 
 its onset to the first such alarm, in steps. An alarm more than ten rows before an event, or more than fifty rows after
 it, is false unless it is on an outlier. Alarms at most twelve rows apart are one. A row of a log is a step for every
 rule, also where rows are five steps apart.
+
+`--every` prints another table instead: our rule on the same logs, recorded every 1, 5 and 10 steps. A log is thinned
+from each of its first three rows in turn, so every event counts up to three times. Labels are those of the whole log.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from harness.sentinel.detect.detectors import Detectors
 from launch.cli.judge import detect_config
 from tests.bench.loss_events import Labels, centred_median, label
 from tests.bench.peer_detectors import PEERS, MissingGradNormsError, Rule
-from tests.bench.training_logs import HELD_OUT, TUNING, TrainingLog, load_logs
+from tests.bench.training_logs import ADDED, HELD_OUT, TUNING, TrainingLog, load_logs
 
 BEFORE_ROWS, AFTER_ROWS, CLEAN_AFTER_ROWS, SAME_ROWS, OUTLIER_ROWS = 10, 10, 50, 12, 2
 PLANT_EVERY, PLANT_ROWS, PLANT_SEED = 1000, 6000, 0
@@ -205,6 +208,41 @@ def pick_rows(log: TrainingLog, rows: slice) -> TrainingLog:
     return replace(log, steps=log.steps[rows], losses=log.losses[rows], grad_norms=log.grad_norms[rows])
 
 
+INTERVALS, MOST_FIRST = (1, 5, 10), 3
+"""Steps between rows of thinned logs; rows of a log that a thinned one may begin with."""
+
+
+def stride_of(log: TrainingLog, every: int) -> int:
+    """Rows from one recorded step to the next, for a log whose own rows may be several steps apart."""
+    middle = len(log.steps) // 2
+    return max(1, every // max(1, log.steps[middle] - log.steps[middle - 1]))
+
+
+def score_thinned(logs: Sequence[LabelledLog], rule: Rule, every: int) -> Score:
+    """Score a rule on logs recorded every so many steps, by the labels of all rows; several first rows in turn."""
+    total = Score()
+    for labelled in logs:
+        stride = stride_of(labelled.log, every)
+        for first in range(min(stride, MOST_FIRST)):
+            alarms = [first + stride * row for row in rule(pick_rows(labelled.log, slice(first, None, stride)))]
+            part = score([labelled], lambda _, rows=alarms: iter(rows))  # type: ignore[misc]
+            total.num_logs += 1
+            total.num_events += part.num_events
+            total.delays += part.delays
+            total.num_false += part.num_false
+            total.num_on_outliers += part.num_on_outliers
+            total.num_clean_rows += part.num_clean_rows // stride
+    return total
+
+
+def print_intervals(tables: dict[str, list[LabelledLog]], rule: Rule) -> None:
+    for title, logs in tables.items():
+        finite = [labelled for labelled in logs if np.isfinite(labelled.log.losses).all()]
+        print(f"\nOurs, recorded every so many steps. {title}: {len(finite)} logs without NaN\n\n{HEAD}")
+        for every in INTERVALS:
+            print(render_row(f"every {every}", score_thinned(finite, rule, every)), flush=True)
+
+
 def render_row(name: str, total: Score) -> str:
     delay = f"{statistics.median(total.delays):g}" if total.delays else "-"
     rate = f"{1e5 * total.num_false / total.num_clean_rows:.1f}" if total.num_clean_rows else "-"
@@ -265,13 +303,18 @@ def main() -> None:
     parser.add_argument(
         "--perturb", action="store_true", help="score our rule on noisier, sparser and shorter tuning logs"
     )
+    parser.add_argument("--every", action="store_true", help="score our rule on logs recorded every 1, 5, 10 steps")
     parser.add_argument("--each", action="store_true", help="also print every log")
     options = parser.parse_args()
     tables = {
         title: [LabelledLog(log, label(log.losses, log.grad_norms)) for log in load_logs(sources, options.clones)]
-        for title, sources in (("Tuning logs", TUNING), ("Held-out logs", HELD_OUT))
+        for title, sources in (("Tuning logs", TUNING), ("Held-out logs", HELD_OUT), ("Added held-out logs", ADDED))
+        if options.every or sources is not ADDED
     }
     ours = our_rules(detect_config([]))
+    if options.every:
+        print_intervals(tables, ours["ours"])
+        return
     rules = {**ours, **PEERS}
     for title, logs in tables.items():
         print_table(title, logs, rules, each=options.each)

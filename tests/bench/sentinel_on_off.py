@@ -22,7 +22,7 @@ from harness.core.rundir import RunDir
 from harness.drills import directories, scenario
 from harness.drills.drill_record import DrillRecord, gather
 from harness.faults.fault_plan import Fault, FaultKind, FaultPlan
-from launch.drills.fault_environment import PlainEnvironment
+from launch.drills.fault_environment import FaultEnvironment
 from launch.drills.runner import train_victim
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def train(label: str, directory: Path) -> Curve:
     directories.create_directory(cfg, run)
     plan = FaultPlan(seed=0, faults=[] if label == CLEAN else list(FAULTS.values()))
     DrillRecord(name=run.path.name, scenario=base, plan=plan, twin="").write(run)
-    train_victim(PlainEnvironment(cfg=cfg), run, max_starts=1, limit_s=LIMIT_S, report=print)
+    train_victim(FaultEnvironment(cfg=cfg), run, max_starts=1, limit_s=LIMIT_S, report=print)
     by_step: dict[int, float] = {}
     actions = []
     for event in read(run.events):

@@ -10,10 +10,21 @@ from random import Random
 
 import pytest
 
-from tests.bench.curves import LabelledLog, Score, group_alarms, plant, render_row, score, split_alarms
+from tests.bench.curves import (
+    LabelledLog,
+    Score,
+    group_alarms,
+    plant,
+    render_row,
+    score,
+    score_thinned,
+    split_alarms,
+    stride_of,
+)
 from tests.bench.loss_events import Labels, label
 from tests.bench.peer_detectors import PEERS
 from tests.bench.training_logs import (
+    ADDED,
     BUILD_NANOGPT,
     HELD_OUT,
     LLMC_FILE,
@@ -186,3 +197,20 @@ def test_no_log_is_both_tuning_and_held_out() -> None:
         return {(source.repository, path) for source in sources for path in source.paths.values()}
 
     assert not paths(TUNING) & paths(HELD_OUT)
+    assert not paths(ADDED) & (paths(TUNING) | paths(HELD_OUT))
+
+
+def test_a_thinned_log_is_scored_by_the_labels_of_all_rows() -> None:
+    """An alarm on every recorded row from 110 on: found from each first row, at the first recorded row."""
+    log = TrainingLog("log", tuple(range(400)), (1.0,) * 400)
+    labelled = LabelledLog(log, Labels(((110, 120),), (), ()))
+    assert (stride_of(log, 1), stride_of(log, 5), stride_of(log, 10)) == (1, 5, 10)
+    total = score_thinned([labelled], lambda thin: (row for row, step in enumerate(thin.steps) if step == 110), 5)
+    assert (total.num_logs, total.num_events, total.delays, total.num_false) == (3, 3, [0], 0)
+    late = score_thinned([labelled], lambda thin: (row for row, step in enumerate(thin.steps) if step >= 300), 5)
+    assert (late.delays, late.num_false) == ([], 3)
+
+
+def test_a_log_whose_rows_are_five_steps_apart_is_not_thinned_to_every_fifth_step() -> None:
+    log = TrainingLog("log", (1, *range(5, 2000, 5)), (1.0,) * 400)
+    assert (stride_of(log, 1), stride_of(log, 5), stride_of(log, 10)) == (1, 1, 2)

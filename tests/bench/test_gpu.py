@@ -100,7 +100,7 @@ def test_rendered_fits() -> None:
         extra_sections.Fit(extra_sections.CASES[-1].name, 32768, None, 150 * GIB, None),
     ]
     assert extra_sections.render(fits).splitlines()[2:] == [
-        "| 7b, 1 x 4096, selective checkpointing | 8,192 | 8,000 | 99.0 | 100.0 |",
+        "| 7b with 8 key-value heads, 1 x 4096, selective checkpointing | 8,192 | 8,000 | 99.0 | 100.0 |",
         "| 1b, 1 x 32768, nothing recomputed | does not fit | - | - | 150.0 |",
     ]
 

@@ -116,17 +116,17 @@ def test_picture_is_drawn(tmp_path: Path) -> None:
 
 def test_burst_run_and_clean_run_differ_only_by_the_burst(ranks: Pool, tmp_path: Path) -> None:
     """Two real runs: bit-identical before the burst; its gradient is large, and the loss rises after it."""
-    cell = Cell(0.999, None, 0.1)
+    cell, at = Cell(0.999, None, 0.1), 60
     small: tuple[str, ...] = ("model.dim=32", "model.num_layers=1", "train.batch_size=8", "train.sequence_length=32")
-    small = (*small, f"train.num_steps={BURST_AT + NUM_AFTER + 2}")
-    burst_trial, clean_trial = (grid.Trial(tmp_path, cell, 0, has_burst, small) for has_burst in (True, False))
+    small = (*small, f"train.num_steps={at + NUM_AFTER + 2}")
+    burst_trial, clean_trial = (grid.Trial(tmp_path, cell, 0, has_burst, small, at) for has_burst in (True, False))
     for trial in (burst_trial, clean_trial):
         ranks.run(1, grid.train, trial)
     burst, clean = grid.records(burst_trial), grid.records(clean_trial)
-    assert [record.loss for record in burst[:BURST_AT]] == [record.loss for record in clean[:BURST_AT]]
-    found = measure_effect(burst, clean)
+    assert [record.loss for record in burst[:at]] == [record.loss for record in clean[:at]]
+    found = measure_effect(burst, clean, at=at)
     assert found.grad_factor > 5
-    assert found.update_factor > 1.5
+    assert found.update_factor > 1.1
     assert found.damage > 1.0
     grid.run_all([burst_trial, clean_trial])  # both runs are finished: nothing is trained again
     assert grid.records(burst_trial) == burst

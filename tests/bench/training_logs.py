@@ -203,6 +203,32 @@ HELD_OUT = (
     ),
 )
 
+ADDED = (
+    Source(
+        *MLPERF_51,
+        {
+            f"Llama 3.1 8B, 64 H200, run {run}": (
+                f"HPE/results/HPE-Cray-XD670-H200-SXM5-141GB_n8_25.09/llama31_8b/result_{run}.txt"
+            )
+            for run in range(1, 11)
+        },
+    ),
+    Source(
+        *MEGATRON,
+        {
+            "DeepSeek-V3 proxy, GB200": (
+                f"{CASES}/mixtral/deepseekv3_proxy_flex_tp2pp2emp16etp1cp1_gb_200_release/"
+                "golden_values_dev_dgx_gb200.json"
+            ),
+            "Nemotron 3 Super, GB200, second run": (
+                f"{CASES}/nemotron/nemotron3_super_release_gb200/golden_values_dev_dgx_gb200.json"
+            ),
+        },
+    ),
+)
+"""Held-out logs that were first read after the rules for sparse logs and for runs that do not learn were fixed: another
+submission of the same model, and mixtures of experts."""
+
 
 def load_logs(sources: tuple[Source, ...], clones: Path) -> list[TrainingLog]:
     """Every log of the sources; a clone or a commit that is missing raises `CalledProcessError` with git's message."""

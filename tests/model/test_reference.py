@@ -45,7 +45,7 @@ def build_pair(cfg: ModelConfig) -> tuple[Transformer, Any]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
-    llama = LlamaForCausalLM(LlamaConfig(**llama_options(cfg)))  # type: ignore[no-untyped-call]
+    llama = LlamaForCausalLM(LlamaConfig(**llama_options(cfg)))
     weights = {hf_name(name): parameter.detach().clone() for name, parameter in model.named_parameters()}
     missing = llama.load_state_dict(weights, strict=False)
     assert not missing.unexpected_keys

@@ -119,8 +119,11 @@ def test_mup_scales_attention_by_the_inverse_of_head_dim(make_config: MakeConfig
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_each_block_compiles_to_one_graph(make_config: MakeConfig) -> None:
-    model, compiled = build(make_config(qk_norm=True)), build(make_config(qk_norm=True))
+@pytest.mark.parametrize(
+    "changes", [{}, pytest.param({"norm": "layer", "norm_placement": "post"}, marks=pytest.mark.full)], ids=str
+)
+def test_each_block_compiles_to_one_graph(make_config: MakeConfig, changes: dict[str, str]) -> None:
+    model, compiled = (build(make_config(qk_norm=True, **changes)) for _ in range(2))
     for block in compiled.blocks:
         block.compile(fullgraph=True, backend="aot_eager")
     tokens = torch.arange(SEQUENCE_LENGTH)[None]

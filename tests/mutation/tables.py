@@ -20,6 +20,8 @@ POLICY_TESTS = (
     f"{POLICY}/test_policy_bounds.py",
     f"{POLICY}/test_policy.py",
     f"{POLICY}/test_policy_climbing.py",
+    f"{POLICY}/test_precision_fallback.py",
+    f"{SENTINEL}/test_spike_types.py",
 )
 
 TESTS = {
@@ -47,11 +49,10 @@ TESTS = {
         f"{DETECT}/test_detectors.py",
     ),
     "harness/sentinel/detect/second_moment.py": (f"{GOLDEN_SERIES}[guards]", DETECTOR_BOUNDS),
-    "harness/sentinel/detect/fp8_range.py": (f"{DETECT}/test_detectors.py",),
+    "harness/sentinel/detect/fp8_range.py": (DETECTOR_BOUNDS, f"{DETECT}/test_detectors.py"),
     "harness/sentinel/detect/step_time.py": (f"{GOLDEN_SERIES}[step_times]", f"{DETECT}/test_step_time.py"),
     "harness/sentinel/policy/": POLICY_TESTS,
     "harness/sentinel/policy/incident_log.py": (f"{POLICY}/test_incident_log.py",),
-    "harness/sentinel/policy/precision_fallback.py": (*POLICY_TESTS, f"{POLICY}/test_precision_fallback.py"),
     "harness/analysis/judge/incident_groups.py": (
         f"{GOLDEN_SERIES}[incidents]",
         "tests/analysis/judge/test_incident_groups.py",
@@ -68,6 +69,7 @@ TESTS = {
     "harness/checkpoint/manager.py": ("tests/checkpoint/test_manager_in_process.py",),
     "harness/checkpoint/listing.py": ("tests/checkpoint/test_listing.py",),
     "harness/checkpoint/host_memory.py": ("tests/checkpoint/test_host_memory.py",),
+    "harness/core/memory_limits.py": ("tests/core/test_memory_limits.py",),
     "harness/checkpoint/io_retry.py": ("tests/checkpoint/test_io_retry.py",),
     "harness/checkpoint/ring.py": ("tests/checkpoint/test_ring_in_process.py",),
     "harness/checkpoint/store.py": ("tests/checkpoint/test_store_in_process.py",),

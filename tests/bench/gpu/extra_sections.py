@@ -37,7 +37,7 @@ SNAPSHOT_STEPS = 5
 NUM_SNAPSHOTS, NUM_SAVES = 6, 2
 FIT_STEPS, FIT_WARMUP_STEPS = 3, 2
 HOST_GB = 100
-"""Host memory for the copy of the state; 7b on one rank needs 71 GB."""
+"""Host memory for the copy of the state; 7b with 8 key-value heads needs 71 GB on one rank."""
 
 
 class Section(NamedTuple):
@@ -52,11 +52,14 @@ class Case(NamedTuple):
     sequence_length: int
     batch_size: int
     checkpointing: str
+    num_kv_heads: int | None = None
+    """Key and value heads; None: those of the model."""
 
     @property
     def name(self) -> str:
         kept = "nothing recomputed" if self.checkpointing == "none" else f"{self.checkpointing} checkpointing"
-        return f"{self.model}, {self.batch_size} x {self.sequence_length}, {kept}"
+        heads = "" if self.num_kv_heads is None else f" with {self.num_kv_heads} key-value heads"
+        return f"{self.model}{heads}, {self.batch_size} x {self.sequence_length}, {kept}"
 
 
 class Fit(NamedTuple):
@@ -70,10 +73,10 @@ class Fit(NamedTuple):
 
 
 CASES: tuple[Case, ...] = (
-    Case("7b", 4096, 1, "selective"),
-    Case("7b", 4096, 2, "selective"),
-    Case("7b", 4096, 1, "full"),
-    Case("7b", 4096, 4, "full"),
+    Case("7b", 4096, 1, "selective", 8),
+    Case("7b", 4096, 2, "selective", 8),
+    Case("7b", 4096, 1, "full", 8),
+    Case("7b", 4096, 4, "full", 8),
     Case("1b", 32768, 1, "none"),
 )
 
@@ -146,6 +149,7 @@ def try_case(case: Case, setting: Setting, directory: Path) -> Fit:
         "+experiment=1b_bf16",
         f"cluster={'h200' if torch.cuda.is_available() else 'auto'}",
         f"model={case.model}",
+        *([] if case.num_kv_heads is None else [f"model.num_kv_heads={case.num_kv_heads}"]),
         f"train.batch_size={case.batch_size}",
         f"train.sequence_length={case.sequence_length}",
         f"parallel.activation_checkpointing={case.checkpointing}",

@@ -52,9 +52,9 @@ class Cell(NamedTuple):
 CELLS = [Cell(*choice) for choice in product((0.95, 0.999), (None, 1.0, 0.5), (0.1, 0.01))]
 
 
-def burst_plan(seed: int) -> FaultPlan:
+def burst_plan(seed: int, *, at: int = BURST_AT) -> FaultPlan:
     """The fault plan: one batch made of the rarest tokens."""
-    return FaultPlan(seed=seed, faults=[Fault(kind=FaultKind.poisoned_batch, at=BURST_AT)])
+    return FaultPlan(seed=seed, faults=[Fault(kind=FaultKind.poisoned_batch, at=at)])
 
 
 @final
@@ -77,16 +77,16 @@ class Effect:
     """Mean of the last `NUM_BEFORE` differences."""
 
 
-def measure_effect(burst: Sequence[StepRecord], clean: Sequence[StepRecord]) -> Effect:
+def measure_effect(burst: Sequence[StepRecord], clean: Sequence[StepRecord], *, at: int = BURST_AT) -> Effect:
     """Compare two runs that differ in one batch; each has one record per iteration."""
     assert all(a.cursor == b.cursor for a, b in zip(burst, clean, strict=True)), "no batch was skipped or undone"
-    usual = clean[BURST_AT - NUM_BEFORE : BURST_AT]
-    after = slice(BURST_AT + 1, BURST_AT + 1 + NUM_AFTER)
+    usual = clean[at - NUM_BEFORE : at]
+    after = slice(at + 1, at + 1 + NUM_AFTER)
     gaps = [a.loss - b.loss for a, b in zip(burst[after], clean[after], strict=True)]
-    soon = burst[BURST_AT : after.stop]
+    soon = burst[at : after.stop]
     return Effect(
-        burst_loss=burst[BURST_AT].loss,
-        grad_factor=burst[BURST_AT].grad_norm / mean(record.grad_norm for record in usual),
+        burst_loss=burst[at].loss,
+        grad_factor=burst[at].grad_norm / mean(record.grad_norm for record in usual),
         moment_factor=max(_probed(record.v_norm) for record in soon) / mean(_probed(record.v_norm) for record in usual),
         update_factor=max(_probed(record.update_ratio) for record in soon)
         / mean(_probed(record.update_ratio) for record in usual),

@@ -29,6 +29,7 @@ from harness.core.events import RunEnded, StepRecord
 from harness.core.rundir import RunDir, write_atomically
 from launch.cli.parser import CommandParser
 from tests.bench.mechanism.experiment import (
+    BURST_AT,
     CELLS,
     Cell,
     Effect,
@@ -93,6 +94,7 @@ class Trial(NamedTuple):
     has_burst: bool
     overrides: tuple[str, ...] = ()
     """Overrides of the training; the same for all."""
+    burst_at: int = BURST_AT
 
     @property
     def run(self) -> RunDir:
@@ -170,7 +172,7 @@ def train(trial: Trial) -> Trial:
     run = trial.run
     run.logs.mkdir(parents=True, exist_ok=True)
     if trial.has_burst:
-        write_atomically(run.drill, json.dumps({"plan": burst_plan(trial.seed).as_dict()}))
+        write_atomically(run.drill, json.dumps({"plan": burst_plan(trial.seed, at=trial.burst_at).as_dict()}))
     location = [f"run.dir='{run.path.parent}'", f"run.name='{run.path.name}'", f"run.seed={trial.seed}"]
     cfg = load([*SETTINGS, *UNREACHABLE, *location, *trial.overrides, *trial.cell.overrides])
     with (run.logs / "console.txt").open("w") as console, redirect_stdout(console):

@@ -1,0 +1,135 @@
+"""The ablation: its preset, its table, and two real runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from harness.config import compose
+from tests.bench import ablation
+from tests.bench.ablation import AblationRun, find_removed, render_table, replace_table, select_sets
+from tests.bench.claims import ROOT
+
+SMALL = [
+    "model.dim=32",
+    "model.num_layers=1",
+    "model.ffn_dim=48",
+    "train.sequence_length=32",
+    "train.batch_size=2",
+    "optim.warmup_steps=2",
+    "eval.every_steps=2",
+]
+TABLE = """\
+8 of 9 runs ended; 500 steps each; median over the seeds, range in brackets.
+
+<!-- claims: ablation -->
+| removed | runs | held-out loss (nats) | above base | spike score (%) | spikes | rejected updates | failed |
+|---|---:|---|---:|---|---:|---:|---:|
+| nothing | 3 | 1.500 (1.400 to 1.600) | +0.000 | 0.00 (0.00 to 0.00) | 0 | 0 | 0 |
+| RMSNorm | 2 | 1.950 (1.700 to 2.200) | +0.450 | 0.25 (0.00 to 0.50) | 2 | 0 | 1 |
+| QK-norm | 1 | 1.600 (1.600 to 1.600) | +0.100 | 0.00 (0.00 to 0.00) | 0 | 0 | 0 |
+| QK-norm + warm-up | 2 | halted (2.500 to halted) | - | 12.50 (0.00 to 25.00) | 100 | 120 | 2 |
+
+- Failed in at least one seed: one removed 1 of 2, two removed 1 of 1.
+- Failed in every seed: one removed 0 of 2, two removed 1 of 1.
+- Every seed ends above the worst run with all safeguards: one removed 1 of 2, two removed 1 of 1.
+- Not ended, and in no row: QK-norm seed 1 (step 40)."""
+
+
+def result(
+    without: Sequence[str], seed: int, loss: float | None, *, spikes: int = 0, refused: int = 0, step: int = 500
+) -> AblationRun:
+    return AblationRun(
+        without=tuple(without),
+        seed=seed,
+        step=step,
+        num_steps=500,
+        has_ended=step == 500 or loss is None,
+        final_loss=loss,
+        spike_score=spikes / 400,
+        num_spikes=spikes,
+        num_refused=refused,
+    )
+
+
+RUNS = [
+    result(["qk_norm", "warmup"], 0, None, spikes=100, refused=100, step=200),
+    result(["qk_norm", "warmup"], 1, 2.5, refused=20),
+    result(["rms_norm"], 1, 2.2, spikes=2),
+    result(["rms_norm"], 0, 1.7),
+    result([], 0, 1.5),
+    result([], 2, 1.6),
+    result([], 1, 1.4),
+    result(["qk_norm"], 1, 4.0, step=40),
+    result(["qk_norm"], 0, 1.6),
+]
+
+
+def test_the_preset_removes_none_each_one_and_each_two() -> None:
+    expected = [chosen for size in range(3) for chosen in combinations(ablation.NAMES, size)]
+    assert ablation.list_sets() == expected
+    assert set(compose.options_of("without")) == set(ablation.NAMES)
+
+
+@pytest.mark.parametrize("without", [(), ("qk_norm", "warmup"), tuple(ablation.NAMES)], ids=str)
+def test_an_option_replaces_the_value_of_the_preset(without: tuple[str, ...]) -> None:
+    cfg = compose.load(["+sweep=ablation", f"without={ablation.as_override(without)}"])
+    assert find_removed(compose.flat(compose.plain(cfg))) == without
+
+
+def test_selection_by_pattern_keeps_the_run_with_all_safeguards() -> None:
+    assert select_sets("qk_norm") == [(), ("qk_norm",)]
+    assert select_sets("qk_norm+*") == [(), *((("qk_norm", other)) for other in ("warmup", "clipping", "bf16"))]
+    assert len(select_sets("*")) == 22
+
+
+def test_table() -> None:
+    assert render_table(RUNS) == TABLE
+    assert render_table(RUNS[:1]) == "No table: no run with all safeguards has ended."
+
+
+def test_the_table_of_a_page_is_replaced_from_stored_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, stored, copied = tmp_path / "page.md", tmp_path / "in.json", tmp_path / "out.json"
+    page.write_text("# A\n\n<!-- ablation table -->\n\nold\n\n<!-- end of ablation table -->\n\nB\n")
+    stored.write_text(json.dumps([asdict(run) for run in RUNS]))
+    arguments = ["--results", str(stored), "--out", str(copied), "--write", str(page)]
+    assert ablation.main(arguments) == ablation.main(arguments) == 0
+    assert page.read_text() == f"# A\n\n<!-- ablation table -->\n\n{TABLE}\n\n<!-- end of ablation table -->\n\nB\n"
+    assert json.loads(copied.read_text()) == json.loads(stored.read_text())
+    assert TABLE in capsys.readouterr().out
+
+
+def test_the_page_has_a_place_for_the_table() -> None:
+    page = (ROOT / "docs/ablation.md").read_text(encoding="utf-8")
+    assert TABLE in replace_table(page, TABLE)
+    with pytest.raises(SystemExit, match="the page has no line <!-- ablation table -->"):
+        replace_table("# A\n", TABLE)
+
+
+@pytest.mark.full
+def test_two_real_runs(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    arguments = ["--steps", "6", "--seeds", "3", "--only", "pre_norm+rms_norm", "--device", "cpu", "--out", str(out)]
+    assert ablation.main([*arguments, *SMALL]) == 0
+    runs = json.loads(out.read_text())
+    assert [(run["without"], run["seed"], run["step"], run["has_ended"]) for run in runs] == [
+        ([], 3, 6, True),
+        (["pre_norm", "rms_norm"], 3, 6, True),
+    ]
+    assert all(3 < run["final_loss"] < 7 for run in runs)
+    assert runs[0]["final_loss"] != runs[1]["final_loss"]
+
+
+@pytest.mark.full
+def test_a_sweep_is_stopped_at_its_time_limit(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    arguments = ["--steps", "1000000", "--seeds", "0", "--only", "warmup", "--jobs", "1", "--device", "cpu"]
+    assert ablation.main([*arguments, "--limit-s", "20", "--out", str(out), *SMALL]) == 0
+    assert [run["has_ended"] for run in json.loads(out.read_text())] == [False, False]
