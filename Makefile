@@ -3,7 +3,7 @@ PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
 
 # Keep bytecode caches: hundreds of test processes import the package.
 unexport PYTHONDONTWRITEBYTECODE
@@ -54,5 +54,6 @@ clean:
 .venv/.installed-test: .venv/.created pyproject.toml
 	@echo "Installing into .venv; the first time takes a few minutes."
 	@$(PIP) --editable '.[test]'
+	@$(PIP) --editable '.[wandb]' || echo "W&B is not available: its sink is not tested"
 	@$(PIP) --no-deps --upgrade --target .venv/triton 'triton>=3.9,<4' || echo "Triton is not available: kernels are not tested"
 	@touch $@ .venv/.installed

@@ -17,14 +17,15 @@ from torch import Tensor
 from harness.checkpoint.manager import CheckpointManager
 from harness.checkpoint.ring import Ring
 from harness.checkpoint.ring_cost import rollback_cost
+from harness.checkpoint.shared_snapshots import open_shared
 from harness.config.errors import ConfigError
 from harness.config.parallel import ParallelConfig
 from harness.config.precision import PrecisionKind
 from harness.config.schema import Config
-from harness.core.rundir import RunDir
+from harness.core.rundir import RunDir, config_digest
 from harness.data.batches import Batches
 from harness.data.order.ledger import Ledger
-from harness.data.sources import RecordedData, make_rare_index, open_data
+from harness.data.sources import RecordedData, describe_eod_token, make_rare_index, open_data
 from harness.distributed.collectives import all_reduce_min, gather_results, run_on_all_ranks, run_on_rank_zero
 from harness.distributed.compute_clock import ComputeClock
 from harness.distributed.fsdp import shard
@@ -99,8 +100,11 @@ def state_tensors(update: Update, loss_scale: LossScale, gate: Gate) -> dict[str
     return {f"model.{name}": parameter for name, parameter in update.parameters.items()} | moments | counters
 
 
-def build(cfg: Config, world: World, run: RunDir) -> Parts:
-    """Construct every part. Initial weights depend on the seed and the parameter name only, not on the world size."""
+def build(cfg: Config, world: World, run: RunDir, *, shares_snapshots: bool = False) -> Parts:
+    """Construct every part. Initial weights depend on the seed and the parameter name only, not on the world size.
+
+    shares_snapshots: keep snapshots where a later start finds them. Only a training run does.
+    """
     run_on_all_ranks(lambda: require_engine(cfg.precision, world.device))
     with torch.device("meta"):
         model = Transformer(
@@ -135,7 +139,9 @@ def build(cfg: Config, world: World, run: RunDir) -> Parts:
     )
     loss_scale = build_loss_scale(cfg.precision, world.device)
     gate = Gate(cfg.sentinel.detect, device=world.device, compiled=compiles_on_cuda)
-    ring = Ring(state_tensors(update, loss_scale, gate), cfg=cfg.checkpoint.ring, world=world)
+    ring_cfg = cfg.checkpoint.ring
+    shared = open_shared(ring_cfg, run.path, world=world, config=config_digest(cfg)) if shares_snapshots else None
+    ring = Ring(state_tensors(update, loss_scale, gate), cfg=ring_cfg, world=world, shared=shared)
     return Parts(
         world=world,
         model=model,
@@ -167,6 +173,8 @@ def open_data_on_all_ranks(cfg: Config, world: World, run: RunDir, ledger: Ledge
     opened = run_on_all_ranks(lambda: open_rank_data(cfg, world, ledger, recorded))
     if world.is_first and (report := opened[0].stratify_report()) is not None:
         print(f"data.stratify: {report.in_words()}", flush=True)
+    if world.is_first and (line := describe_eod_token(cfg, opened[0].sources)):
+        print(f"data.eod_token: {line}", flush=True)
     return opened
 
 
@@ -196,7 +204,8 @@ def resolve_resharding(cfg: Config) -> ParallelConfig:
     if cfg.parallel.reshard_after_forward is not None:
         return cfg.parallel
     size = DTYPES[cfg.precision.kind].itemsize
-    reshard = needs_resharding(cfg.model, weight_bytes=size, memory_bytes=all_reduce_min(device_memory_bytes()))
+    own_bytes = device_memory_bytes(ranks_per_gpu=cfg.launch.ranks_per_gpu)
+    reshard = needs_resharding(cfg.model, weight_bytes=size, memory_bytes=all_reduce_min(own_bytes))
     return replace(cfg.parallel, reshard_after_forward=reshard)
 
 

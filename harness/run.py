@@ -19,6 +19,7 @@ from harness.core.state import RunState
 from harness.sentinel.device.step_report import HostFacts, unpack_report
 from harness.telemetry.event_reporter import EventReporter
 from harness.telemetry.heartbeat import Heartbeat
+from harness.telemetry.step_profiler import StepProfiler
 
 
 class Ending(NamedTuple):
@@ -49,6 +50,7 @@ class Run:
     """Operator commands; on rank 0 only."""
     heart: Heartbeat
     gc_schedule: GcSchedule
+    profiler: StepProfiler
 
     def log_step(self, facts: HostFacts, values: Tensor) -> StepRecord:
         """Turn a step report into its record, and write the record to the event log."""

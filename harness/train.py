@@ -53,6 +53,8 @@ from harness.telemetry.event_reporter import EventReporter
 from harness.telemetry.heartbeat import Heartbeat, Phase
 from harness.telemetry.manifest import write_manifest
 from harness.telemetry.meters import memory_bytes
+from harness.telemetry.step_profiler import StepProfiler
+from harness.telemetry.system_sampler import sampling_system
 
 
 def train(run: Run) -> Ending:
@@ -60,8 +62,10 @@ def train(run: Run) -> Ending:
     cfg, parts, state = run.cfg, run.parts, run.state
     ending: Ending | None = None
     measure_held_out(parts, state)
+    run.profiler.plan(state)
     while state.step < cfg.train.num_steps and (ending is None or state.iteration < ending.after):
         run.heart.beat(state)
+        run.profiler.advance(state)
         started_s = host_clock_s(parts)
         place = parts.ledger.next_batch(state.cursor, state.given_back)
         window = parts.planned.at(place.position, state)
@@ -177,6 +181,7 @@ def host_facts(parts: Parts, state: RunState, batch: Batch, branches: Branches) 
         probed=branches.probe,
         posted_s=time.perf_counter(),
         memory_bytes=memory_bytes(parts.world.device),
+        loader_wait_s=round(parts.batches.wait_s, 6),
         batch=facts_to_record(batch.facts, parts.batches.source_names),
         in_fp8=branches.in_fp8,
         in_planned_change=branches.planned,
@@ -219,6 +224,7 @@ def reason_to_end(run: Run, record: ReducedRecord) -> Ending | None:
 def leave(run: Run, ending: Ending) -> Ending:
     """Log who asked for the stop, and save a last checkpoint. A halted run saves nothing: its state may be damaged."""
     if ending.is_halt:
+        run.parts.ring.end_sharing()
         run.parts.checkpoints.finish()
         for event in run.parts.checkpoints.drain_events():
             run.reporter.note(event)
@@ -233,6 +239,8 @@ def leave(run: Run, ending: Ending) -> Ending:
         is_saved = run.parts.checkpoints.save_last(run.state, is_done=is_done, remembered=run.parts.sentinel.memory)
     for event in run.parts.checkpoints.drain_events():
         run.reporter.note(event)
+    if is_saved:
+        run.parts.ring.end_sharing()
     return ending if is_saved else Ending(EXIT_INTERRUPTED, f"{ending.reason}, but the last checkpoint was not saved")
 
 
@@ -249,7 +257,12 @@ def run_worker(cfg: Config, outfit: Outfit = as_built) -> int:
     stop = StopRequest()
     _, world_size, _ = rank_from_environment()
     check_world(cfg, world_size)
-    with signals_to(stop), fast_attention(), run_lease.holding(), connected(cfg.parallel) as world:
+    with (
+        signals_to(stop),
+        fast_attention(),
+        run_lease.holding(),
+        connected(cfg.parallel, ranks_per_gpu=cfg.launch.ranks_per_gpu) as world,
+    ):
         run_on_all_ranks(lambda: require_engine(cfg.precision, world.device))
         data = resolve_run_data(cfg, world=world)
         opened = run_on_rank_zero(lambda: open_run(cfg, data))
@@ -263,10 +276,12 @@ def run_opened(cfg: Config, opened: Opened, world: World, stop: StopRequest, out
     directory = opened.run
     with (
         Heartbeat(directory, rank=world.rank, world_size=world.size, num_steps=cfg.train.num_steps) as heart,
-        closing_parts(build(cfg, world, directory)) as parts,
+        sampling_system(directory, world, heart, every_s=cfg.telemetry.system_every_s),
+        closing_parts(build(cfg, world, directory, shares_snapshots=True)) as parts,
         enter_on_all_ranks(EventReporter(cfg, directory, world=world, meter=build_meter(cfg, world))) as reporter,
         enter_on_all_ranks(watching(directory, stop, is_first=world.is_first)) as inbox,
         GcSchedule() as gc_schedule,
+        StepProfiler(directory, cfg.profile, rank=world.rank, world_size=world.size, device=world.device) as profiler,
         emulate_half_matmul(cfg.precision.kind, world.device),
     ):
         run_on_rank_zero(lambda: write_manifest(directory, run_manifest(cfg, parts)))
@@ -288,10 +303,11 @@ def run_opened(cfg: Config, opened: Opened, world: World, stop: StopRequest, out
                 inbox=inbox,
                 heart=heart,
                 gc_schedule=gc_schedule,
+                profiler=profiler,
             )
         )
         code, reason, _ = leave(run, train(run))
-        heart.end(code, reason)
+        heart.end(code, reason, state)
         for incident in parts.sentinel.drain_events(last=True):
             reporter.note(incident)
         reporter.end(

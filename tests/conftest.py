@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 
 from harness.core.fast_imports import loading
+from launch.local.thread_count import num_cores
 from tests.distributed.pool import Pool
 
 LONGEST_FIRST = (
@@ -23,6 +24,7 @@ LONGEST_FIRST = (
     "test_parallel",
     "test_multirun",
     "test_sink_process",
+    "test_all_sinks",
     "test_signals",
     "test_no_sync",
     "test_operator_commands",
@@ -76,6 +78,12 @@ settings.load_profile("no deadline")
 def pytest_configure(config: pytest.Config) -> None:
     """Keep xdist from sorting files by the number of their tests: the longest files have few tests."""
     config.option.loadscopereorder = False
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """A worker a core. The full tests get one more, because those of launchers, servers and Slurm mostly wait."""
+    is_full = bool(config.option.markexpr == "full")
+    return min(num_cores() + is_full, 8)
 
 
 @pytest.hookimpl(wrapper=True)

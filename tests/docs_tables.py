@@ -17,10 +17,7 @@ in `harness/config/`; its default comes from `conf/`. `tests/test_docs.py` fails
 from __future__ import annotations
 
 import argparse
-import ast
-import inspect
 import re
-import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from enum import StrEnum
@@ -30,6 +27,7 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from harness.config import compose
+from harness.config.key_help import field_texts
 from harness.config.schema import Config
 from harness.drills import scenario
 
@@ -39,21 +37,6 @@ TABLE = re.compile(r"^<!-- table: (.+?) -->\n.*?^<!-- end of table -->$", re.DOT
 MAX_VALUES = 9
 """The most values that the row of an option lists; with more, the row names the file."""
 GROUP_ORDER = ("model", "data", "optim", "precision", "parallel", "sentinel", "checkpoint", "telemetry", "launch")
-
-
-def field_texts(section: type) -> dict[str, str]:
-    """Field name -> the docstring under it, in one line; empty if there is none."""
-    (node,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
-    assert isinstance(node, ast.ClassDef)
-    texts: dict[str, str] = {}
-    for statement, next_statement in zip(node.body, [*node.body[1:], None], strict=True):
-        match statement:
-            case ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]):
-                texts[name] = ""
-                match next_statement:
-                    case ast.Expr(value=ast.Constant(value=str(text))):
-                        texts[name] = " ".join(text.split())
-    return texts
 
 
 def union_members(hint: Any) -> Iterator[Any]:

@@ -14,14 +14,14 @@ import shlex
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from harness.config import compose
 from harness.drills import scenario
 from launch.cli import main
-from tests import docs_tables
+from tests import composed, docs_tables
 from tests.bench.claims import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -36,7 +36,7 @@ USER_OPTIONS = {("data", "mine")}
 """Options that the user writes."""
 USER_FILES = {"conf/data/mine.yaml"}
 PLACEHOLDERS = {"NAME", "GROUP", "SECTION"}
-HYDRA_OPTIONS = {"--multirun", "--cfg", "--help"}
+HYDRA_OPTIONS = {"--multirun", "--cfg", "--resolve", "--help"}
 
 
 class Command(NamedTuple):
@@ -116,7 +116,7 @@ def problem_of(command: str) -> str:
         case ["harness", "COMMAND", *_]:
             return ""
         case ["harness", option] if OPTION.match(option):
-            return "" if option == "--help" else f"harness has no option {option}"
+            return "" if option in ("--help", "--version") else f"harness has no option {option}"
         case ["harness", name, *arguments]:
             return problem_of_harness(name, arguments)
         case ["python", "-m", module, *arguments]:
@@ -186,7 +186,8 @@ def problem_of_override(part: str) -> str:
             "" if name in compose.keys_of(section.removeprefix("drill").lstrip("."), scenario.Scenario) else f"no {key}"
         )
     if compose.options_of(key):
-        is_known = value in compose.options_of(key) or value in PLACEHOLDERS or (key, value) in USER_OPTIONS
+        known = {*compose.options_of(key), *PLACEHOLDERS, *(option for group, option in USER_OPTIONS if group == key)}
+        is_known = set(value.strip("[]").split(",")) <= known
         return "" if is_known else f"{key} has no option {value}"
     return "" if name in compose.keys_of(section) or name in PLACEHOLDERS else f"no key {key}"
 
@@ -214,9 +215,46 @@ def test_commands_exist(command: Command) -> None:
     assert problem_of(command.text) == ""
 
 
+ERROR_EXAMPLES = {"harness train model.num_heads=3"}
+"""Commands that a page shows with their error."""
+
+
+def is_complete(command: Command) -> bool:
+    """Whether a page prints the whole command, without a place that the reader fills in."""
+    words = shlex.split(command.text)
+    has_gaps = any(word == "..." or word.isupper() or word in {"data=mine", "[group=option]"} for word in words)
+    return not has_gaps and command.text not in ERROR_EXAMPLES and any("=" in word for word in words)
+
+
+def printable(pattern: str) -> list[Any]:
+    """Complete commands that start like this; those outside the README run in the full tier."""
+    return [
+        pytest.param(command, marks=[] if command.page == "README.md" else pytest.mark.full, id=command.text)
+        for command in COMMANDS
+        if re.match(pattern, command.text) and is_complete(command)
+    ]
+
+
+@pytest.mark.parametrize("command", printable(r"harness (plan|train launch=slurm) "))
+def test_plans_and_slurm_jobs_are_accepted_as_printed(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, name, *arguments = shlex.split(command.text)
+    dry_run = ["launch.dry_run=true"] if name == "train" and "launch.dry_run=true" not in arguments else []
+    code = main.main([name, *arguments, *dry_run])
+    assert (code, capsys.readouterr().err.count("harness: warning")) == (0, 0)
+    assert not list(tmp_path.iterdir()), "nothing is written"
+
+
+@pytest.mark.parametrize("command", printable(r"harness train (?!launch=slurm|--)"))
+def test_starts_compose_as_printed(command: Command) -> None:
+    composed.load(shlex.split(command.text)[2:])
+
+
 def test_commands_are_found_on_pages() -> None:
     texts = {command.text.split(" ")[2] for command in COMMANDS if command.text.startswith("python -m")}
-    assert {"tests.bench.gpu", "tests.docs_tables", "harness.telemetry.tracking.mlflow_sink"} <= texts
+    assert {"tests.bench.gpu", "tests.docs_tables", "harness.telemetry.sinks"} <= texts
     assert any(command.text.startswith("harness train launch=slurm") for command in COMMANDS)
 
 
@@ -246,6 +284,7 @@ def test_every_section_of_the_config_has_a_table() -> None:
         ("harness ctl RUN dance", "has no RUN dance"),
         ("harness train optim.rate=3", "no key optim.rate"),
         ("harness train model=9t", "model has no option 9t"),
+        ("harness train 'without=[qk_norm,sleep]'", "without has no option [qk_norm,sleep]"),
         ("python -m tests.bench.nothing", "no module tests.bench.nothing"),
         ("python -m tests.docs_tables --draw", "no option --draw"),
     ],

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from harness.config.errors import require
 
+AUTO = "auto"
+DEFAULT_SHARED_DIR = "/dev/shm"
+
 
 @dataclass(slots=True, kw_only=True)
 class RingConfig:
@@ -18,6 +21,21 @@ class RingConfig:
     """Iterations between snapshots."""
     memory_gb: float | None
     """Host memory per machine for all its snapshots, in GB (1e9 bytes); null: half of the free memory."""
+    shared_dir: str | None = "auto"
+    """Directory in memory (tmpfs) for the snapshots, so that they outlive a killed process and the next start on the
+    same machine resumes from them. auto: /dev/shm for ranks on CPU and with replicas, private memory for others: the
+    cost on GPUs is not measured yet; null: private memory of the process, which ends with it."""
+    replicas: int = 0
+    """1: each rank also keeps the newest trusted snapshot of a partner rank on another node, for the case that a node
+    is lost; needs two more buffers per rank. 0: none. Without effect on one node, and with parallel.replicate > 1,
+    where the other replica holds the same state."""
+    replica_gb_s: float | None = 1.0
+    """Rate limit of a rank that sends its snapshot to its partner, in GB/s; null: none."""
+
+    @property
+    def shared_path(self) -> str | None:
+        """The directory in memory; None: private memory."""
+        return DEFAULT_SHARED_DIR if self.shared_dir == AUTO else self.shared_dir
 
     def __post_init__(self) -> None:
         message = f"must be 0 (none) or at least 2 (one is kept while the next is taken), got {self.slots}"
@@ -25,6 +43,12 @@ class RingConfig:
         require(self.every_steps >= 1, "checkpoint.ring.every_steps", f"must be at least 1, got {self.every_steps}")
         valid = self.memory_gb is None or self.memory_gb > 0
         require(valid, "checkpoint.ring.memory_gb", f"must be positive or null, got {self.memory_gb}")
+        require(self.replicas in (0, 1), "checkpoint.ring.replicas", f"must be 0 or 1, got {self.replicas}")
+        can_send = self.replicas == 0 or (self.slots > 0 and self.shared_path is not None)
+        message = "needs checkpoint.ring.slots of at least 2 and a checkpoint.ring.shared_dir"
+        require(can_send, "checkpoint.ring.replicas", message)
+        valid = self.replica_gb_s is None or self.replica_gb_s > 0
+        require(valid, "checkpoint.ring.replica_gb_s", f"must be positive or null, got {self.replica_gb_s}")
 
 
 @dataclass(slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -21,11 +21,14 @@ import yaml
 
 from harness.config.errors import ConfigError, require
 from harness.config.schema import Config
+from harness.config.usual_keys import USUAL_KEYS
 from harness.core.credentials import require_no_credentials, without_credentials
 
 T = TypeVar("T")
 
 BASE = "base"
+FAST_DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+"""The emitter in C, which takes a tenth of the time, where PyYAML was built with it."""
 """Name of the file with the common values of a group; it is not an option."""
 
 NOT_RUN_GROUPS = ("drill", "hydra")
@@ -187,9 +190,42 @@ def explain_key(key: str, complaint: str, keys: Callable[[str], tuple[str, ...]]
     if re.sub(r"\[\d+\]$", "", name) in allowed or not allowed:
         inside = f"; its keys are {', '.join(keys(key))}" if keys(key) else ""
         return ConfigError(key, translate(complaint.splitlines()[0]) + inside)
-    close = difflib.get_close_matches(name, allowed, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
+    meant = guess_key(name, allowed, in_run=keys is keys_of)
+    hint = f"; did you mean {meant}?" if meant else ""
     return ConfigError(key, f"no such key; {section or 'the configuration'} has {', '.join(allowed)}{hint}")
+
+
+def guess_key(name: str, allowed: Sequence[str], *, in_run: bool) -> str:
+    """The key that a user may have meant: of the same section, under its usual name, or of another section.
+
+    `in_run`: the key belongs to the configuration of a run.
+    """
+    if close := difflib.get_close_matches(name, allowed, n=1):
+        return close[0]
+    if not in_run:
+        return ""
+    if name in USUAL_KEYS:
+        return USUAL_KEYS[name]
+    leaves = leaf_keys()
+    close = difflib.get_close_matches(name, leaves, n=1)
+    return leaves[close[0]] if close else ""
+
+
+@cache
+def leaf_keys() -> dict[str, str]:
+    """Last part of a key -> the whole key, for those that only one section has."""
+    found: dict[str, list[str]] = {}
+
+    def walk(section: str) -> None:
+        for name in keys_of(section):
+            key = f"{section}.{name}" if section else name
+            if keys_of(key):
+                walk(key)
+            else:
+                found.setdefault(name, []).append(key)
+
+    walk("")
+    return {name: keys[0] for name, keys in found.items() if len(keys) == 1}
 
 
 def whole_key(key: str, overrides: Sequence[str]) -> str:
@@ -284,18 +320,39 @@ def keys_of(section: str, root: Any = Config) -> tuple[str, ...]:
     return tuple(field.name for field in fields(node)) if is_dataclass(node) else ()
 
 
+def schema_default(key: str) -> Any:
+    """The default value of a key in the schema, as plain data; None if it has none."""
+    node: Any = Config
+    *sections, name = key.split(".")
+    for section in sections:
+        node = get_type_hints(node).get(section) if is_dataclass(node) else None
+    found = {field.name: field for field in fields(node)} if is_dataclass(node) else {}
+    if name not in found:
+        return None
+    default, factory = found[name].default, found[name].default_factory
+    value = default if factory is MISSING else factory()
+    return None if value is MISSING else str(value) if isinstance(value, StrEnum) else value
+
+
 def to_yaml(cfg: Config) -> str:
     """The whole tree as YAML, the format of config.yaml in the run directory."""
-    return yaml.safe_dump(plain(cfg), sort_keys=False)
+    return str(yaml.dump(plain(cfg), Dumper=FAST_DUMPER, sort_keys=False))
 
 
-def plain(cfg: Config) -> dict[str, Any]:
-    """The tree as nested dictionaries of plain values."""
+def flat_values(section: Any) -> dict[str, Any]:
+    """A section of the configuration with dotted keys and plain values."""
+    return flat(plain(section))
+
+
+def plain(cfg: Any) -> dict[str, Any]:
+    """The tree, or a section of it, as nested dictionaries of plain values."""
 
     def value(node: Any) -> Any:
         match node:
             case dict():
                 return {key: value(child) for key, child in node.items()}
+            case list():
+                return [value(child) for child in node]
             case StrEnum():
                 return str(node)
             case _:

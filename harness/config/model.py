@@ -15,6 +15,20 @@ class AttentionKind(StrEnum):
     fp32 = "fp32"
 
 
+class NormKind(StrEnum):
+    """Norm of the residual stream."""
+
+    rms = "rms"
+    layer = "layer"
+
+
+class NormPlacement(StrEnum):
+    """Place of a block's norms."""
+
+    pre = "pre"
+    post = "post"
+
+
 class InitKind(StrEnum):
     """Standard deviation of the initial weights."""
 
@@ -29,9 +43,11 @@ class ModelConfig:
     name: str
     """Name of the size, for run names and reports."""
     vocab_size: int
+    """Number of token ids; at least one above the highest id in the data."""
     dim: int
     """Width of the residual stream."""
     num_layers: int
+    """Number of transformer blocks."""
     num_heads: int
     """Query heads; each is dim / num_heads wide."""
     num_kv_heads: int
@@ -39,7 +55,15 @@ class ModelConfig:
     ffn_dim: int
     """Width of the SwiGLU hidden layer."""
     rope_theta: float
+    """Base of the rotary frequencies; larger for longer sequences."""
     norm_eps: float
+    """Epsilon of every norm."""
+    norm: NormKind = NormKind.rms
+    """Norm of the residual stream. rms: RMSNorm; layer: LayerNorm without bias, for comparison only. QK-norm is always
+    RMSNorm."""
+    norm_placement: NormPlacement = NormPlacement.pre
+    """pre: a block normalizes the input of attention and of the MLP (pre-LN). post: it normalizes the residual stream
+    after each sum (post-LN), for comparison only."""
     tied_head: bool
     """Share the weights of embedding and output head."""
     qk_norm: bool
@@ -55,6 +79,7 @@ class ModelConfig:
     init: InitKind
     """fixed: std is init_std; hidden: std is sqrt(1 / (3 dim))."""
     init_std: float
+    """Standard deviation of the initial weights, for init=fixed."""
     depth_scaled_init: bool
     """Divide the std of matrices that write into the residual stream by sqrt(2 num_layers)."""
     mup_base_width: int | None

@@ -25,8 +25,11 @@ class OptimConfig:
     lr: float
     """Peak learning rate; with muP, that of the base width."""
     beta1: float
+    """Decay of the first moment per step, 0 to 1."""
     beta2: float
+    """Decay of the second moment per step, 0 to 1; it averages over about 1 / (1 - beta2) steps."""
     eps: float
+    """Added to the root of the second moment, so that no update divides by zero."""
     weight_decay: float
     """Decoupled weight decay of matrices; norms have none."""
     decay_embeddings: bool
@@ -37,6 +40,7 @@ class OptimConfig:
     """Maximum absolute value of each gradient element; the norm of the result is then clipped to clip_norm. Costs one
     more all-reduce a step. null: no clipping by value."""
     schedule: ScheduleKind
+    """Shape of the learning rate over the steps after the warm-up."""
     warmup_steps: int
     """Steps of the linear warm-up, which starts at lr / warmup_steps."""
     decay_steps: int

@@ -46,6 +46,7 @@ class Fp8Config:
     recipe: Fp8Recipe
     """How the scales are computed."""
     engine: Fp8Engine
+    """Implementation of the fp8 GEMMs."""
     attention: bool
     """Use fp8 for the projections of attention."""
     mlp: bool

@@ -7,7 +7,7 @@ depend on the number of ranks are in `check_world`, which runs once that number 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from harness.config.checkpoint import CheckpointConfig
 from harness.config.data import DataConfig, DataKind
@@ -17,6 +17,7 @@ from harness.config.model import ModelConfig
 from harness.config.optim import OptimConfig, ScheduleKind
 from harness.config.parallel import ClusterConfig, ParallelConfig
 from harness.config.precision import FP8_SIDE, PrecisionConfig, PrecisionKind
+from harness.config.profile import ProfileConfig, require_ranks
 from harness.config.run import EvalConfig, RunConfig, TrainConfig
 from harness.config.sentinel import SentinelConfig
 from harness.config.telemetry import TelemetryConfig
@@ -40,6 +41,7 @@ class Config:
     telemetry: TelemetryConfig
     launch: LaunchConfig
     cluster: ClusterConfig
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
         optim, train, model = self.optim, self.train, self.model
@@ -51,6 +53,9 @@ class Config:
             require(optim.decay_steps <= limit, "optim.decay_steps", message)
         if self.precision.kind is PrecisionKind.fp8:
             check_fp8(self)
+        eod = self.data.eod_token
+        message = f"must be an id in 0 .. {model.vocab_size - 1} (model.vocab_size), or null, got {eod}"
+        require(eod is None or 0 <= eod < model.vocab_size, "data.eod_token", message)
         kinds = {source.kind for source in self.data.sources.values()}
         if DataKind.embedded in kinds:
             message = f"must be at least 256 for byte-level data (kind=embedded), got {model.vocab_size}"
@@ -91,6 +96,7 @@ def check_world(cfg: Config, world_size: int) -> None:
     )
     message = f"must be at least the number of ranks ({world_size}), one sequence per rank, got {batch}"
     require(batch >= world_size, "train.batch_size", message)
+    require_ranks("profile.ranks", cfg.profile.ranks, world_size)
     if cfg.precision.kind is PrecisionKind.fp8:
         rows = sharing(cfg, world_size).micro_batch_slots
         tokens = rows * cfg.train.sequence_length

@@ -1,10 +1,64 @@
-"""Config section `telemetry`: console, MLflow, post-mortems."""
+"""Config section `telemetry`: sinks (MLflow, W&B, TensorBoard, Prometheus, alerts), pictures, post-mortems."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 
+from harness.config.alerts import AlertsConfig
 from harness.config.errors import require
+
+LEAST_SYSTEM_EVERY_S = 0.1
+
+
+class WandbMode(StrEnum):
+    """Where W&B keeps the run."""
+
+    online = "online"
+    """Send to the server while the run trains. Needs WANDB_API_KEY, or `wandb login`; WANDB_BASE_URL chooses another
+    server."""
+    offline = "offline"
+    """Write to the run directory; `wandb sync` sends it later."""
+
+
+@dataclass(slots=True, kw_only=True)
+class WandbConfig:
+    """Weights & Biases."""
+
+    enabled: bool = False
+    """Send the events to W&B. Needs the extra `wandb`."""
+    project: str = "pretraining"
+    """W&B project of the run."""
+    entity: str | None = None
+    """W&B user or team; null: the default of the API key."""
+    mode: WandbMode = WandbMode.online
+    """Send to a server, with the key of WANDB_API_KEY or `wandb login`; or write to the run directory."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.project), "telemetry.wandb.project", "must not be empty")
+
+
+@dataclass(slots=True, kw_only=True)
+class TensorboardConfig:
+    """TensorBoard."""
+
+    enabled: bool = False
+    """Write TensorBoard's event file to the run directory, in tensorboard/. Needs the extra `tensorboard`."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PrometheusConfig:
+    """An HTTP endpoint with the newest values, for Prometheus to scrape."""
+
+    enabled: bool = False
+    """Serve /metrics on the machine of rank 0 while the run trains."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0: every interface. Whoever reaches it can read the metrics."""
+    port: int = 0
+    """Port to listen on; 0: a free one. The address is in prometheus-target.json of the run directory."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.port < 65536, "telemetry.prometheus.port", f"must be from 0 to 65535, got {self.port}")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -19,7 +73,7 @@ class TelemetryConfig:
     experiment: str
     """MLflow experiment of the run."""
     exit_wait_s: float
-    """Seconds for which a finished run waits until everything is sent to MLflow; the rest can be sent later."""
+    """Seconds for which a finished run waits until everything is sent to its sinks; the rest can be sent later."""
     picture: bool
     """Write loss.png when the run ends, unless it was interrupted (exit code 75)."""
     postmortem: bool
@@ -27,8 +81,18 @@ class TelemetryConfig:
     replay_s: float = 60.0
     """Seconds for which a finished run replays the guilty steps of its incidents on the CPU, for their post-mortems; 0:
     no replay."""
+    system_every_s: float = 10.0
+    """Seconds between samples of GPU utilisation, memory, power and temperature, host memory and CPU load, taken by a
+    thread of each machine's first rank; 0: no samples. Above 1,000 ranks at least num_ranks / 100."""
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)
+    prometheus: PrometheusConfig = field(default_factory=PrometheusConfig)
+    alerts: AlertsConfig = field(default_factory=AlertsConfig)
 
     def __post_init__(self) -> None:
         require(self.exit_wait_s >= 0, "telemetry.exit_wait_s", f"must be 0 or more, got {self.exit_wait_s}")
         require(self.replay_s >= 0, "telemetry.replay_s", f"must be 0 or more, got {self.replay_s}")
+        message = f"must be 0 (no samples) or at least {LEAST_SYSTEM_EVERY_S:g}, got {self.system_every_s}"
+        sampled_s = self.system_every_s
+        require(sampled_s == 0 or sampled_s >= LEAST_SYSTEM_EVERY_S, "telemetry.system_every_s", message)
         require(bool(self.experiment), "telemetry.experiment", "must not be empty")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -12,9 +13,10 @@ import yaml
 from harness.config import compose
 from harness.config.errors import ConfigError
 from harness.config.schema import Config
+from harness.config.usual_keys import USUAL_KEYS
 from tests import composed
 
-OVERLAYS = ("experiment", "sweep")
+OVERLAYS = ("experiment", "sweep", "without")
 GROUPS = compose.groups()
 OPTIONS = {group: compose.options_of(group) for group in GROUPS}
 
@@ -33,7 +35,7 @@ def test_every_file_composes(row: int) -> None:
 def test_every_group_is_a_section_or_an_overlay() -> None:
     assert set(GROUPS) <= {*compose.keys_of(""), *OVERLAYS}
     chosen_in_file = {field.name for field in fields(Config)} - set(GROUPS)
-    assert chosen_in_file == {"run", "train", "eval"}
+    assert chosen_in_file == {"run", "train", "eval", "profile"}
 
 
 def test_every_field_has_a_value() -> None:
@@ -93,6 +95,8 @@ def test_overrides_win_over_the_settings_of_a_size() -> None:
         ("model.tied_head=perhaps", "model.tied_head: must be true or false, got 'perhaps'"),
         ("run.name=[a]", "run.name: must be a string, got ['a']"),
         ("model.attention=wild", "model.attention: must be one of fused, fp32, got 'wild'"),
+        ("model.norm=batch", "model.norm: must be one of rms, layer, got 'batch'"),
+        ("model.norm_placement=middle", "model.norm_placement: must be one of pre, post, got 'middle'"),
         ("train=abc", "train: must be a section of keys, got abc; its keys are num_steps, "),
         ("model.dim", "model.dim: cannot be parsed; write key=value"),
         ("model.dim=[1", "model.dim=[1: cannot be parsed; write key=value"),
@@ -100,8 +104,10 @@ def test_overrides_win_over_the_settings_of_a_size() -> None:
         ("optim.lr=-1", "optim.lr: must be positive, got -1.0"),
         ("run.name=a/b", "run.name: must be a directory name without / that does not start with a dot, got 'a/b'"),
         ("train.batch_tokens=100", "train.batch_tokens: must be a multiple of train.sequence_length=256, got 100"),
+        ("data.eod_token=256", "data.eod_token: must be an id in 0 .. 255 (model.vocab_size), or null, got 256"),
+        ("data.eod_token=-1", "data.eod_token: must be an id in 0 .. 255 (model.vocab_size), or null, got -1"),
         ("data=files", "data.sources.main.paths: must name at least one file, prefix or glob for kind=files"),
-        ("data.kind=synthetic", "data.kind: no such key; data has eval_fraction, document_mask, sources, phases, "),
+        ("data.kind=synthetic", "data.kind: no such key; data has eval_fraction, document_mask, eod_token, sources, "),
         (
             "data.sources.main.pathz=[a]",
             "data.sources.main.pathz: no such key; data.sources.main has kind, weight, seed, ",
@@ -144,6 +150,9 @@ def test_overrides_win_over_the_settings_of_a_size() -> None:
         ),
         ("data.stratify.rare_below=-1", "data.stratify.rare_below: must be 0 (off) or more, got -1"),
         ("data.stratify.max_per_batch=0", "data.stratify.max_per_batch: must be at least 1, got 0"),
+        ("launch.ranks_per_gpu=0", "launch.ranks_per_gpu: must be at least 1, got 0"),
+        ("launch.spares=-1", "launch.spares: must be 0 or more, got -1"),
+        ("launch.spares=2", "launch.spares: must be 0 with launch.nodes=1, got 2: a single machine cannot be replaced"),
         ("optim.warmup_steps=999", "optim.warmup_steps: must not exceed train.num_steps=200, got 999"),
     ],
 )
@@ -208,6 +217,32 @@ def test_errors_that_are_not_about_an_override_are_unchanged() -> None:
 
 def test_a_stored_config_without_a_newer_key_still_opens(tmp_path: Path) -> None:
     tree = compose.plain(compose.load())
-    del tree["checkpoint"]["retry_s"]
+    del tree["checkpoint"]["retry_s"], tree["model"]["norm"]
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
-    assert compose.read(tmp_path / "config.yaml").checkpoint.retry_s == compose.load().checkpoint.retry_s
+    stored, default = compose.read(tmp_path / "config.yaml"), compose.load()
+    assert (stored.checkpoint.retry_s, stored.model.norm) == (default.checkpoint.retry_s, default.model.norm)
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("learning_rate=1", "optim.lr"),
+        ("optim.learning_rate=1", "optim.lr"),
+        ("lr=1", "optim.lr"),
+        ("train.batchsize=1", "batch_size"),
+        ("num_layers=1", "model.num_layers"),
+        ("model.hidden_size=1", "model.dim"),
+        ("max_steps=1", "train.num_steps"),
+    ],
+)
+def test_the_key_that_was_meant_is_named(override: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"did you mean {re.escape(meant)}\?$"):
+        compose.load([override])
+
+
+def test_every_usual_name_leads_to_a_key() -> None:
+    keys = compose.flat(compose.plain(compose.load()))
+    for name, key in USUAL_KEYS.items():
+        section, _, last = key.rpartition(".")
+        assert key in keys or last in compose.keys_of(section), name
+        assert name not in compose.leaf_keys(), f"{name} is a key itself"

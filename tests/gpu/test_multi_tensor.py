@@ -28,7 +28,7 @@ EVEN: Shapes = [(8,), (1024,), (0, 4), (136, 128), (64, 80)]
 """ODD sizes do not allow vectorized loads, EVEN sizes do; both have a tensor of several pieces and an empty one."""
 if not IS_INTERPRETED:
     ODD, EVEN = [*ODD, (1000, 333)], [*EVEN, (4096, 512)]
-NUM_LARGE = 300_001 if IS_INTERPRETED else 5_000_001
+NUM_LARGE = 60_001 if IS_INTERPRETED else 5_000_001
 """Values of a tensor of many pieces."""
 
 

@@ -32,6 +32,7 @@ from harness.sentinel.device.gate import Gate
 from harness.step import finish_step, forward_backward
 from harness.telemetry.event_reporter import EventReporter
 from harness.telemetry.heartbeat import Heartbeat
+from harness.telemetry.step_profiler import StepProfiler
 from harness.train import train
 from tests.gpu.test_step import SMALL
 from tests.sentinel.series import config, losses, norms
@@ -67,6 +68,7 @@ def open_run(cfg: Config, parts: Parts, directory: Path, state: RunState) -> Ite
         Heartbeat(run, rank=0, world_size=1, num_steps=cfg.train.num_steps) as heart,
         EventReporter(cfg, run, world=parts.world, meter=build_meter(cfg, parts.world)) as reporter,
         GcSchedule() as gc_schedule,
+        StepProfiler(run, cfg.profile, rank=0, world_size=1, device=parts.world.device) as profiler,
     ):
         yield Run(
             cfg=cfg,
@@ -78,6 +80,7 @@ def open_run(cfg: Config, parts: Parts, directory: Path, state: RunState) -> Ite
             inbox=None,
             heart=heart,
             gc_schedule=gc_schedule,
+            profiler=profiler,
         )
 
 
