@@ -61,10 +61,10 @@ def parse_dump(text: str) -> list[Call]:
 
 def _call(entry: Mapping[str, Any]) -> Call:
     name, description = (*entry["process_group"], "")[:2]
-    operation = str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"])
+    backend, _, operation = str(entry["profiling_name"]).rpartition(":")
     sizes = "".join(f"[{' x '.join(str(size) for size in shape)}]" for shape in entry.get("input_sizes", []))
     is_finished = bool(entry.get("retired")) or entry.get("state") == "completed"
-    group = f"{description or 'group'} {name}".strip()
+    group = " ".join(word for word in (backend, description or "group", name) if word)  # each backend has its own count
     return Call(group, int(entry["collective_seq_id"]), operation.removeprefix("_"), sizes, is_finished)
 
 

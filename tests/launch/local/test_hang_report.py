@@ -171,7 +171,7 @@ def test_two_real_ranks_are_asked_while_they_hang(tmp_path: Path) -> None:
             process.send_signal(signal.SIGUSR2)
         wait_for([dump_file(tmp_path, rank) for rank in (0, 1)])
         line = explain_hang(read_answers(tmp_path, [0, 1]))
-        assert line.startswith("rank 0 called all_gather [8], number 4 of default_pg 0; rank 1 did not: it is at ")
+        assert line.startswith("rank 0 called all_gather [8], number 4 of gloo default_pg 0; rank 1 did not: it is at ")
         dump_file(tmp_path, 0).unlink()
         ranks[0].send_signal(signal.SIGUSR2)
         wait_for([dump_file(tmp_path, 0)])
