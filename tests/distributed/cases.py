@@ -34,7 +34,6 @@ from harness.distributed.reduce_scatter import MeasuredReduceScatter
 from harness.distributed.shards import local
 from harness.distributed.world import World, connect
 from harness.faults.site import intercept
-from harness.precision.mixed_precision import emulate_half_matmul
 from harness.run import Ending, Run
 from harness.step import finish_step, forward_backward, loss_sums
 from tests.composed import load
@@ -314,9 +313,8 @@ def gather_with_world_size_1(*overrides: str) -> dict[str, bool]:
     for parts, weights in ((own, seen["own"]), (plain, seen["plain"])):
         query = parts.model.get_submodule("blocks.0.attention.query")
         query.register_forward_hook(lambda module, *_, to=weights: to.append(module.weight.detach().clone()))
-        with emulate_half_matmul(cfg.precision.kind, world.device):
-            for index in range(3):
-                step(parts, cfg, index)
+        for index in range(3):
+            step(parts, cfg, index)
     return {
         "inputs are the shards": sorted(given) == sorted(local(each).data_ptr() for each in own.model.parameters()),
         "equal weights": all(map(torch.equal, seen["own"], seen["plain"])),
