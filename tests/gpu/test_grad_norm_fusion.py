@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.events import Action, ActionKind, FindingKind, read
 from tests.gpu.kernel_device import DEVICE, IS_INTERPRETED, MARKS
 from tests.gpu.nccl import run_case
-from tests.gpu.test_nccl_ranks import read_findings, run_drill
 
 pytestmark = MARKS
 
@@ -52,25 +50,3 @@ def test_the_copy_measures_what_a_separate_pass_measures(
         spoiled, in_pass = found["nan"]
         assert in_pass == 0
         assert math.isnan(spoiled) == (rank == num_ranks - 1)
-
-
-@pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter is too slow for a whole run")
-@pytest.mark.parametrize(
-    ("num_ranks", "overrides"),
-    [(2, ()), (4, ("parallel.replicate=2", "train.micro_batch_size=2", "drill.fault.rank=2"))],
-)
-def test_a_bad_gradient_is_attributed_with_the_kernels(
-    tmp_path: Path, num_ranks: int, overrides: tuple[str, ...]
-) -> None:
-    run = run_drill(
-        tmp_path,
-        "nan_grad",
-        "precision=bf16",
-        "parallel.compile=true",
-        "train.num_steps=90",
-        *overrides,
-        num_ranks=num_ranks,
-    )
-    (finding,) = [event for event in read_findings(run) if event.kind is FindingKind.nonfinite]
-    assert finding.ranks == [2 if overrides else 1]
-    assert [event.kind for event in read(run.events) if isinstance(event, Action)] == [ActionKind.skip]

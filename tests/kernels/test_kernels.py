@@ -90,7 +90,9 @@ def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
 
 
 def test_interpreted_kernels_match_torch() -> None:
-    files = [f"tests/gpu/{name}.py" for name in ("test_kernels", "test_multi_tensor", "test_rope", "test_grad_norm_fusion")]
+    files = [
+        f"tests/gpu/{name}.py" for name in ("test_kernels", "test_multi_tensor", "test_rope", "test_grad_norm_fusion")
+    ]
     options = ("-q", "-p", "no:cacheprovider", "-p", "tests.guarded_kernels")
     output = run("-m", "pytest", *options, *files, TRITON_INTERPRET="1")
     assert " passed" in output
