@@ -17,7 +17,7 @@ pytestmark = MARKS
 
 PADDED = ("model.ffn_dim=51", "train.micro_batch_size=2")
 """Rows that two ranks cannot share evenly, and two or more micro-batches."""
-CASES = [(2, ("precision=bf16", *PADDED)), (2, ("parallel.replicate=2", *PADDED))]
+CASES: list[tuple[int, tuple[str, ...]]] = [(2, ("precision=bf16", *PADDED)), (2, ("parallel.replicate=2", *PADDED))]
 """FSDP, and HSDP with a shard axis of size 1, for which FSDP never calls the reduce-scatter."""
 if not IS_INTERPRETED:
     CASES += [

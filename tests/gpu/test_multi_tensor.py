@@ -140,6 +140,12 @@ def copy_into(
     return request is not None and request.is_answered
 
 
+def take(sums: CopySums) -> Tensor:
+    taken = sums.take()
+    assert taken is not None
+    return taken
+
+
 def padded_count(gradients: list[Tensor], num_chunks: int) -> int:
     return num_chunks * sum(-(-each.shape[0] // num_chunks) * each[:1].numel() for each in gradients)
 
@@ -155,18 +161,17 @@ def test_the_copy_adds_up_squares(shapes: Shapes, num_chunks: int, dtype: torch.
     assert sums.take() is None
     assert copy_into(own, gradients, num_chunks, sums)
     assert torch.equal(own, plain)
-    once = sums.take()
-    assert once is not None
+    once = take(sums)
     exact = sum(each.double().square().sum() for each in gradients)
     torch.testing.assert_close(once.double(), exact, rtol=1e-6, atol=0.0)
     torch.testing.assert_close(once, torch.linalg.vector_norm(own).square(), rtol=1e-5, atol=0.0)
     for _ in range(2):
         assert copy_into(own, gradients, num_chunks, sums)
-    assert torch.equal(sums.take(), 2 * once), "sums of two copies, added in the same order"
-    assert torch.equal(sums.take(), torch.zeros_like(once)), "taken"
+    assert torch.equal(take(sums), 2 * once), "sums of two copies, added in the same order"
+    assert torch.equal(take(sums), torch.zeros_like(once)), "taken"
     assert not copy_into(own, gradients, num_chunks)
     assert not copy_into(own, gradients, num_chunks, sums, requested=plain), "a copy into another buffer"
-    assert torch.equal(sums.take(), torch.zeros_like(once))
+    assert torch.equal(take(sums), torch.zeros_like(once))
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # in the interpreter
@@ -188,7 +193,7 @@ def test_a_bad_value_anywhere_reaches_the_sum_of_the_copy(dtype: torch.dtype, ba
         gradients[tensor].view(-1)[place] = bad
         out = torch.empty(padded_count(gradients, 2), device=DEVICE)
         assert copy_into(out, gradients, 2, sums)
-        taken, square = sums.take(), torch.linalg.vector_norm(out).square()
+        taken, square = take(sums), torch.linalg.vector_norm(out).square()
         assert not square.isfinite()
         torch.testing.assert_close(taken, square, equal_nan=True)
     gradients[2].view(-1)[-1] = 1.0
