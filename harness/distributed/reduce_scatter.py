@@ -2,7 +2,8 @@
 
 Why: a bad gradient is attributed to its rank before the reduce-scatter; after it, all ranks have the same sum. A rank
 that never waits in a collective is the one that the others wait for.
-How: torch's own collectives, subclassed (`torch_private.fsdp_collectives`).
+How: torch's own collectives, subclassed (`torch_private.fsdp_collectives`). Where the harness has its own kernel for
+FSDP2's copy of the gradients, the copy also computes the norm (`harness.distributed.copy_sums`).
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.distributed.copy_sums import CopySums, SumRequest, request_sums
 from harness.distributed.torch_private.fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 
@@ -26,7 +28,8 @@ class CommStats:
     """This rank's gradient norm before the reduction, and its time in collectives."""
 
     square_sum: Tensor
-    """Sum of squares of this rank's gradients before the reduction, since it was last taken; on the device."""
+    """Sum of squares of the gradients that were measured in a pass of their own, since it was last taken; on the
+    device."""
     measures_gradients: bool
     """Whether gradients are measured before they are reduced: true if world_size is more than 1."""
     is_sharded: bool = True
@@ -34,6 +37,8 @@ class CommStats:
     waited_s: float = 0.0
     """Host seconds in collectives since the start. Over gloo the host waits there for other ranks; on CUDA it only
     launches. The all-reduce between replicas is FSDP2's own and not counted."""
+    copy_sums: CopySums = field(default_factory=CopySums)
+    """Sums of squares of the gradients that were measured while they were copied."""
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -45,12 +50,14 @@ class CommStats:
             self.waited_s += time.perf_counter() - began_s
 
     def take_square_sum(self) -> Tensor:
-        """Return the sum of squares over all micro-batches since the last call, and reset it.
+        """Return the sum of squares of this rank's gradients before the reduction, over all micro-batches since the
+        last call, and reset it.
 
         No extra stream sync is needed: the end of the backward pass made the current stream wait for all reductions,
         and the next reductions wait for the current stream.
         """
-        taken = self.square_sum.clone()
+        copied = self.copy_sums.take()
+        taken = self.square_sum.clone() if copied is None else self.square_sum + copied
         self.square_sum.zero_()
         return taken
 
@@ -74,20 +81,25 @@ class MeasuredReduceScatter(DefaultReduceScatter):
     FSDP2 calls `allocate` twice in a reduction: for the input, and, on the reduce-scatter stream, for the output when
     the input is filled. It calls the object itself only if there are several shards. If the shard axis has size 1, the
     second `allocate` is the last place where a gradient can be measured before the all-reduce between replicas.
+    The sums of the copy in between are requested at the first `allocate`.
     """
 
     def __init__(self, stats: CommStats, *, before_measuring: Sequence[Callable[[Tensor], None]] = ()) -> None:
-        """`before_measuring`: functions that modify each gradient in place; only fault injection passes any."""
+        """`before_measuring`: functions that modify each gradient in place; only fault injection passes any. The
+        gradient is then measured after them, in a pass of its own."""
         self._stats = stats
         self._before_measuring = before_measuring
-        self._filled: Tensor | None = None
+        self._input: Tensor | None = None
+        """The input of the reduction under way."""
+        self._request: SumRequest | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         allocated = super().allocate(size, dtype=dtype, device=device)
-        if not self._stats.is_sharded:
-            filled, self._filled = self._filled, allocated if self._filled is None else None
-            if filled is not None:
-                self._measure(filled)
+        if self._input is None:
+            self._input = allocated
+            self._request = None if self._before_measuring else request_sums(allocated, self._stats.copy_sums)
+        elif not self._stats.is_sharded:
+            self._measure(self._input)
         return allocated
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *inputs: Any, **options: Any) -> dist.Work:
@@ -96,7 +108,13 @@ class MeasuredReduceScatter(DefaultReduceScatter):
             return super().__call__(output_tensor, input_tensor, *inputs, **options)
 
     def _measure(self, gradient: Tensor) -> None:
-        """Runs on the reduce-scatter stream, so the additions have a fixed order."""
+        """Measure a filled input, unless the copy has done so.
+
+        Runs on the reduce-scatter stream, so the additions have a fixed order.
+        """
+        request, self._request, self._input = self._request, None, None
+        if request is not None and request.is_answered:
+            return
         for modify in self._before_measuring:
             modify(gradient)
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)

@@ -13,7 +13,8 @@ median over rounds of on / off - 1, with its range. *Report processing* is the h
 wait for it; on a GPU the device computes the next step at the same time.
 Left out: snapshots (`tests.bench.checkpoint`), log and MLflow, which are not part of the sentinel; loss sums by row,
 which the model computes in both cases; the cost of more ranks, which is the norm of each gradient before its reduction
-and a longer report (`tests.bench.host`); fp16, for which the plain side would need a loss scaler.
+(`tests.bench.gpu.scatter_cost`) and a longer report (`tests.bench.host`); fp16, for which the plain side would need a
+loss scaler.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import chdir
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import chdir, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from harness.core.state import RunState
 from harness.distributed.collectives import all_reduce_sum
 from harness.distributed.reduce_scatter import MeasuredReduceScatter
 from harness.distributed.shards import local
+from harness.distributed.torch_private import chunk_cat
 from harness.distributed.world import World, connect
 from harness.faults.site import intercept
 from harness.run import Ending, Run
@@ -299,6 +300,60 @@ def replica_gradients(*overrides: str) -> tuple[Pairs, Pairs]:
         return {name: (each[name], once[name]) for name in once}
 
     return pairs(rounded=True), pairs(rounded=False)
+
+
+def square_sums_by_path(*overrides: str) -> dict[str, tuple[float, float]]:
+    """Sums of squares of this rank's gradients of one step before the reduction: all, and those measured in a pass of
+    their own instead of by the copy into the reduce-scatter input. Needs Triton.
+
+    copied, again: all by the copy; the second time a host sync on CUDA is an error. separate: none, because a function
+    may modify them. mixed: one block separately. nan: by the copy, with NaN in a gradient of the last rank.
+    """
+    cfg = tiny(*overrides)
+    world = connect(cfg.parallel)
+    chunk_cat.install(world.device.type.upper())
+    parts = _build(cfg, world)
+    stats = parts.comm_stats
+    modules = [module for module in parts.model.modules() if isinstance(module, FSDPModule)]
+
+    def measure(separate: Sequence[FSDPModule] = (), *, guarded: bool = False) -> tuple[float, float]:
+        by_copy = MeasuredReduceScatter(stats)
+        in_own_pass = MeasuredReduceScatter(stats, before_measuring=[lambda _: None])
+        for module in modules:
+            module.set_custom_reduce_scatter(in_own_pass if module in separate else by_copy)
+        batch = parts.batches[0]
+        with _host_syncs_fail() if guarded and world.device.type == "cuda" else nullcontext():
+            forward_backward(parts, batch, cfg=cfg, probe=False)
+            parts.update.adamw.zero_grad(set_to_none=True)
+            own_pass = stats.square_sum.clone()
+            everything = stats.take_square_sum()
+        return float(everything), float(own_pass)
+
+    found = {
+        "copied": measure(),
+        "again": measure(guarded=True),
+        "separate": measure(modules),
+        "mixed": measure(modules[1:2]),
+    }
+    if world.rank == world.size - 1:
+        parts.model.get_submodule("blocks.0.mlp").register_forward_hook(_spoil_gradient)
+    return found | {"nan": measure()}
+
+
+@contextmanager
+def _host_syncs_fail() -> Iterator[None]:
+    """Raise an error in any call that waits for the GPU."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _spoil_gradient(_module: Any, _inputs: Any, output: Tensor) -> None:
+    """A forward hook: the gradient of the output becomes NaN."""
+    output.register_hook(lambda gradient: gradient * torch.nan)  # type: ignore[no-untyped-call]
 
 
 def gather_with_world_size_1(*overrides: str) -> dict[str, bool]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.distributed.copy_sums import CopySums, request_sums
 from harness.distributed.torch_private import chunk_cat
 from harness.optim.adamw import AdamWOptions, ParameterShard, step_fused, step_triton
 from harness.sentinel.device.local_sums import (
@@ -127,6 +128,85 @@ def test_chunk_cat_matches_torch(shapes: Shapes, num_chunks: int, dtype: torch.d
     torch.ops.fsdp.chunk_cat(every, 0, num_chunks, out=own)
     torch._chunk_cat(every, 0, num_chunks, out=theirs)
     assert torch.equal(own, theirs)
+
+
+def copy_into(
+    out: Tensor, gradients: list[Tensor], num_chunks: int, sums: CopySums | None = None, requested: Tensor | None = None
+) -> bool:
+    """Copy with the operator of FSDP; returns whether it has added the squares to `sums`."""
+    chunk_cat.install("CPU" if IS_INTERPRETED else "CUDA")
+    request = None if sums is None else request_sums(out if requested is None else requested, sums)
+    torch.ops.fsdp.chunk_cat(gradients, 0, num_chunks, out=out.view(num_chunks, -1))
+    return request is not None and request.is_answered
+
+
+def take(sums: CopySums) -> Tensor:
+    taken = sums.take()
+    assert taken is not None
+    return taken
+
+
+def padded_count(gradients: list[Tensor], num_chunks: int) -> int:
+    return num_chunks * sum(-(-each.shape[0] // num_chunks) * each[:1].numel() for each in gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_chunks", [1, 3])
+@pytest.mark.parametrize("shapes", [[shape for shape in shapes if 0 not in shape] for shapes in (ODD, EVEN)])
+def test_the_copy_adds_up_squares(shapes: Shapes, num_chunks: int, dtype: torch.dtype) -> None:
+    gradients = [shard.gradient.to(dtype) for shard in build_shards(shapes)]
+    plain, own = (torch.full((padded_count(gradients, num_chunks),), 9.0, device=DEVICE) for _ in range(2))
+    assert not copy_into(plain, gradients, num_chunks)
+    sums = CopySums()
+    assert sums.take() is None
+    assert copy_into(own, gradients, num_chunks, sums)
+    assert torch.equal(own, plain)
+    once = take(sums)
+    exact = sum(each.double().square().sum() for each in gradients)
+    torch.testing.assert_close(once.double(), exact, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(once, torch.linalg.vector_norm(own).square(), rtol=1e-5, atol=0.0)
+    for _ in range(2):
+        assert copy_into(own, gradients, num_chunks, sums)
+    assert torch.equal(take(sums), 2 * once), "sums of two copies, added in the same order"
+    assert torch.equal(take(sums), torch.zeros_like(once)), "taken"
+    assert not copy_into(own, gradients, num_chunks)
+    assert not copy_into(own, gradients, num_chunks, sums, requested=plain), "a copy into another buffer"
+    assert torch.equal(take(sums), torch.zeros_like(once))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # in the interpreter
+@pytest.mark.parametrize(
+    ("dtype", "bad"),
+    [
+        (torch.bfloat16, math.nan),
+        (torch.bfloat16, -math.inf),
+        (torch.float16, math.inf),
+        (torch.float32, math.nan),
+        (torch.float32, 1e20),
+    ],
+)
+def test_a_bad_value_anywhere_reaches_the_sum_of_the_copy(dtype: torch.dtype, bad: float) -> None:
+    """1e20 is finite, but its square is not in fp32, in which torch's norm squares, too."""
+    sums = CopySums()
+    for tensor, place in ((0, 0), (0, -1), (1, 17), (2, 0), (2, 2048), (2, -1)):
+        gradients = [torch.ones(shape, dtype=dtype, device=DEVICE) for shape in ((3,), (7, 5), (37, 133))]
+        gradients[tensor].view(-1)[place] = bad
+        out = torch.empty(padded_count(gradients, 2), device=DEVICE)
+        assert copy_into(out, gradients, 2, sums)
+        taken, square = take(sums), torch.linalg.vector_norm(out).square()
+        assert not square.isfinite()
+        torch.testing.assert_close(taken, square, equal_nan=True)
+    gradients[2].view(-1)[-1] = 1.0
+    assert copy_into(out, gradients, 2, sums)
+    assert sums.take() == 3 + 7 * 5 + 37 * 133, "the sums start again at zero"
+
+
+def test_partial_sums_of_a_larger_group_keep_what_was_added() -> None:
+    small, large = (torch.ones(count, device=DEVICE) for count in (100, NUM_LARGE))
+    sums, out = CopySums(), torch.empty(NUM_LARGE + 1, device=DEVICE)
+    for gradient, num_chunks in ((small, 1), (large, 2), (small, 1)):
+        assert copy_into(out[: padded_count([gradient], num_chunks)], [gradient], num_chunks, sums)
+    assert sums.take() == 200 + NUM_LARGE
 
 
 @pytest.mark.parametrize("shapes", [ODD, EVEN])

@@ -60,6 +60,17 @@ def test_a_bad_gradient_is_attributed_under_hsdp_with_accumulation(tmp_path: Pat
     assert [event.kind for event in read(run.events) if isinstance(event, Action)] == [ActionKind.skip]
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("replicas", [(), ("parallel.replicate=2", "train.micro_batch_size=4")])
+def test_a_bad_gradient_is_attributed_with_own_kernels(tmp_path: Path, replicas: tuple[str, ...]) -> None:
+    """Compiled: FSDP's copy measures the gradients of all layers but the one that the fault changes. With replicas the
+    shard axis has size 1."""
+    run = run_drill(tmp_path, "nan_grad", "precision=bf16", "parallel.compile=true", "train.num_steps=90", *replicas)
+    (finding,) = [event for event in read_findings(run) if event.kind is FindingKind.nonfinite]
+    assert finding.ranks == [1]
+    assert [event.kind for event in read(run.events) if isinstance(event, Action)] == [ActionKind.skip]
+
+
 def test_uneven_shares_give_the_same_loss(tmp_path: Path) -> None:
     """16 rows on 2 and on 3 ranks, in fp32: the same batches, and losses equal up to rounding."""
     planned = scenario.load_scenario("nan_grad")

@@ -43,7 +43,7 @@ FIXED |= {"max_tensors": 256, "unit": 4}
 WITHIN = {"_swiglu", "_swiglu_grads", "num_tiles_to_requantize", "_corner", "tile_at", "write_quantized"}
 WITHIN |= {"_quantize_tile", "_quantize_swiglu_tile", "_grads_of_tile", "_row_at", "_underflows", "add_to_meter"}
 WITHIN |= {"_amax_of_tiles", "find_piece", "load_entry", "_first_row_and_head", "_head_offsets", "_angle_offsets"}
-WITHIN |= {"_rotate", "_copy"}
+WITHIN |= {"_rotate", "_copy", "_copy_piece"}
 modules = (adamw, chunk_cat, cross_entropy, fp8_quantize, grad_norm, multi_tensor, rope, swiglu)
 found = {
     name: value for module in modules for name, value in vars(module).items() if isinstance(value, JITFunction)
@@ -81,6 +81,7 @@ def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
     assert {
         "_step_adamw",
         "_chunk_cat",
+        "_chunk_cat_and_square",
         "_count_underflow",
         "_count_swiglu_grad_underflow",
         "_quantize_swiglu_grads",
@@ -89,7 +90,9 @@ def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
 
 
 def test_interpreted_kernels_match_torch() -> None:
-    files = [f"tests/gpu/{name}.py" for name in ("test_kernels", "test_multi_tensor", "test_rope")]
+    files = [
+        f"tests/gpu/{name}.py" for name in ("test_kernels", "test_multi_tensor", "test_rope", "test_grad_norm_fusion")
+    ]
     options = ("-q", "-p", "no:cacheprovider", "-p", "tests.guarded_kernels")
     output = run("-m", "pytest", *options, *files, TRITON_INTERPRET="1")
     assert " passed" in output

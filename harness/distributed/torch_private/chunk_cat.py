@@ -4,7 +4,8 @@ Private API: the operator `fsdp::chunk_cat`, which FSDP2 calls before each reduc
 2.13.
 
 Why: torch's kernel reaches half of the memory bandwidth, and every rank copies the gradients of all blocks in every
-micro-batch, whatever the world size.
+micro-batch, whatever the world size. The same pass adds up the squares, if the reduce-scatter has requested it
+(`harness.distributed.copy_sums`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 import torch.distributed.fsdp
 from torch import Tensor
 
+from harness.distributed.copy_sums import take_request
+
 
 def fsdp_chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:
     """Split each tensor along dim 0 into `num_chunks`, padded with zeros, and concatenate the i-th chunks in row i of
@@ -24,7 +27,13 @@ def fsdp_chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int, out: Tensor
 
     assert dim == 0, "FSDP shards dim 0"
     widths = [-(-tensor.shape[0] // num_chunks) * tensor[:1].numel() for tensor in tensors]
-    kernels.chunk_cat([tensor.contiguous() for tensor in tensors], widths, out)
+    gradients = [tensor.contiguous() for tensor in tensors]
+    request = take_request(out)
+    if request is None:
+        kernels.chunk_cat(gradients, widths, out)
+    else:
+        kernels.chunk_cat_and_square(gradients, widths, out, lambda count: request.sums.reserve(count, out.device))
+        request.is_answered = True
 
 
 @cache

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -100,11 +100,17 @@ def kind_of(name: str) -> str:
 
 def profile_steps(run: Callable[[int], object], num_steps: int) -> StepKernels:
     """Profile the kernels of some steps."""
+    return collect_kernels(device_events(run, num_steps), num_steps)
+
+
+def device_events(run: Callable[[int], object], num_steps: int) -> list[Any]:
+    """The kernels and copies that some steps launch, without the ranges that torch marks around them."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         run(num_steps)
         torch.cuda.synchronize()
-    return collect_kernels([event for event in profiler.events() or () if event.device_type.name == "CUDA"], num_steps)
+    events = profiler.events() or ()
+    return [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
 
 
 def collect_kernels(events: Sequence[object], num_steps: int) -> StepKernels:

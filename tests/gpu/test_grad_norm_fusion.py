@@ -1,0 +1,52 @@
+"""Each rank's gradient norm before the reduction, measured by FSDP's copy into the reduce-scatter input.
+
+On NCCL ranks that share a GPU, or on gloo ranks in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.kernel_device import DEVICE, IS_INTERPRETED, MARKS
+from tests.gpu.nccl import run_case
+
+pytestmark = MARKS
+
+PADDED = ("model.ffn_dim=51", "train.micro_batch_size=2")
+"""Rows that two ranks cannot share evenly, and two or more micro-batches."""
+CASES: list[tuple[int, tuple[str, ...]]] = [(2, ("precision=bf16", *PADDED)), (2, ("parallel.replicate=2", *PADDED))]
+"""FSDP, and HSDP with a shard axis of size 1, for which FSDP never calls the reduce-scatter."""
+if not IS_INTERPRETED:
+    CASES += [
+        (2, PADDED),
+        (3, ("precision=bf16", "train.micro_batch_size=1")),
+        (2, ("precision=bf16", "parallel.replicate=2", "train.micro_batch_size=1")),
+        (4, ("precision=bf16", "parallel.replicate=2", *PADDED)),
+    ]
+
+
+@pytest.mark.parametrize(("num_ranks", "overrides"), CASES)
+def test_the_copy_measures_what_a_separate_pass_measures(
+    tmp_path: Path, num_ranks: int, overrides: tuple[str, ...]
+) -> None:
+    fixed = (f"parallel.device={DEVICE}", "parallel.compile=false")
+    for rank, found in enumerate(
+        run_case(tmp_path / "ranks", "square_sums_by_path", *fixed, *overrides, num_ranks=num_ranks)
+    ):
+        print(f"rank {rank}: {found}")
+        (copied, in_pass), (separate, all_in_pass), (mixed, some_in_pass) = (
+            found[name] for name in ("copied", "separate", "mixed")
+        )
+        assert in_pass == 0 < copied
+        assert copied == pytest.approx(separate, rel=1e-5 if IS_INTERPRETED else 1e-3)
+        assert all_in_pass == separate
+        assert mixed == pytest.approx(separate, rel=1e-5 if IS_INTERPRETED else 1e-3)
+        assert 0 < some_in_pass < mixed
+        if IS_INTERPRETED:  # kernels of the model need not be deterministic on a GPU
+            assert found["again"] == found["copied"]
+        spoiled, in_pass = found["nan"]
+        assert in_pass == 0
+        assert math.isnan(spoiled) == (rank == num_ranks - 1)
