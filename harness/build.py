@@ -32,6 +32,7 @@ from harness.distributed.fsdp import shard
 from harness.distributed.reduce_scatter import CommStats
 from harness.distributed.world import World, device_memory_bytes
 from harness.held_out import HeldOut, open_held_out
+from harness.model.attention_layer import attention_backend
 from harness.model.init import initialize
 from harness.model.mup import parameter_table, role_of
 from harness.model.size import flops_per_token, needs_resharding, num_parameters
@@ -237,11 +238,12 @@ def build_meter(cfg: Config, world: World) -> Meter:
 
 
 def run_manifest(cfg: Config, parts: Parts) -> dict[str, Any]:
-    """Build the manifest of this start, with the cost of a rollback at its checkpoint interval."""
+    """Build the manifest of this start, with the attention kernel and the cost of a rollback."""
+    attention = attention_backend(cfg, parts.world.device, deterministic=parts.model.deterministic)
     return build_manifest(
         cfg,
         world_size=parts.world.size,
         device=parts.world.device,
         corpus_fingerprint=parts.batches.fingerprint(),
         num_parameters=num_parameters(cfg.model),
-    ) | {"rollback": rollback_cost(cfg).as_dict()}
+    ) | {"attention": attention, "rollback": rollback_cost(cfg).as_dict()}

@@ -18,7 +18,6 @@ from harness.core.state import RunState
 from harness.data.batch import Batch
 from harness.distributed.collectives import all_reduce_sum
 from harness.distributed.fsdp import free_gathered_weights, set_replica_all_reduce
-from harness.model.transformer import document_mask
 from harness.sentinel.device.gate import GateDecision
 from harness.sentinel.device.step_report import Totals, pack_report, totals
 
@@ -31,7 +30,9 @@ def forward_backward(parts: Parts, batch: Batch, *, cfg: Config, probe: bool) ->
         if parts.world.replicate > 1:
             set_replica_all_reduce(parts.model, enabled=number == len(micro_batches))
         with parts.fp8_layers.probing(probe and not rows.is_padding):
-            output = parts.model(rows.inputs, rows.targets, seed=seed, probe=probe, mask=mask_of(rows))
+            output = parts.model(
+                rows.inputs, rows.targets, seed=seed, probe=probe, mask=parts.model.mask_documents(rows.documents)
+            )
             parts.compute_clock.end()
             output.objective.backward()
         parts.signals.add_forward(
@@ -42,11 +43,6 @@ def forward_backward(parts: Parts, batch: Batch, *, cfg: Config, probe: bool) ->
             layers=output.activation_square_sums,
             token_losses=output.token_loss_counts,
         )
-
-
-def mask_of(rows: Batch) -> torch.Tensor | None:
-    """Return the attention mask that keeps documents apart, or None if documents attend to each other."""
-    return None if rows.documents is None else document_mask(rows.documents)
 
 
 class StepSignals(NamedTuple):
@@ -125,7 +121,7 @@ def _forward_only(parts: Parts, micro_batches: Iterable[Batch]) -> torch.Tensor:
     sums = torch.zeros(2, dtype=torch.float64, device=parts.world.device)
     with parts.fp8_layers.probing(False):
         for rows in micro_batches:
-            output = parts.model(rows.inputs, rows.targets, mask=mask_of(rows))
+            output = parts.model(rows.inputs, rows.targets, mask=parts.model.mask_documents(rows.documents))
             sums += torch.stack([output.row_losses.sum(), output.row_tokens.sum()])
     free_gathered_weights(parts.model)
     return sums

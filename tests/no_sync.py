@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.precision import fused_qkv
+from harness.precision import fused_qkv, te_attention
 from harness.precision.fp8 import custom_ops, swiglu
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,6 +73,8 @@ KERNELS: dict[Any, Callable[..., Any]] = {
     torch.ops.harness.swiglu_backward.default: swiglu.backward,
     torch.ops.harness.qkv_rope.default: fused_qkv.forward,
     torch.ops.harness.qkv_rope_backward.default: fused_qkv.backward,
+    torch.ops.harness.attention_forward.default: te_attention.forward,
+    torch.ops.harness.attention_backward.default: te_attention.backward,
 }
 """Custom operators of this repository and the functions that implement them. The dispatcher would run an implementation
 without the modes, so the guard calls the function itself."""

@@ -67,7 +67,7 @@ LIBRARY_IMPORTERS = {
         "launch/local/ranks.py",
     },
     "triton": {f"harness/kernels/{path.name}" for path in ROOT.glob("harness/kernels/*.py")},
-    "transformer_engine": {"harness/precision/fp8/te_backend.py"},
+    "transformer_engine": {"harness/precision/fp8/te_backend.py", "harness/precision/te_attention.py"},
     "transformer_engine_torch": {"harness/precision/fp8/te_backend.py"},
 }
 """Library -> the only files that may import it."""

@@ -19,7 +19,6 @@ from harness.data.batch import Batch
 from harness.data.batches import Batches, Share
 from harness.data.order.ledger import Ledger
 from harness.data.sources import held_out_recipe, open_sources, read_recorded_data
-from harness.model.transformer import document_mask
 
 
 def read_held_out_rows(cfg: Config, run: RunDir, *, num_rows: int, device: torch.device) -> list[Batch]:
@@ -42,8 +41,7 @@ def measure_loss(checkpoint: Path, cfg: Config, rows: Sequence[Batch], *, device
     model = load_model(checkpoint, cfg, device=device)
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for part in rows:
-        mask = None if part.documents is None else document_mask(part.documents)
-        output = model(part.inputs, part.targets, mask=mask)
+        output = model(part.inputs, part.targets, mask=model.mask_documents(part.documents))
         sums += torch.stack([output.row_losses.sum(), output.row_tokens.sum()])
     loss, tokens = sums.tolist()
     return float(loss / tokens)

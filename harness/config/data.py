@@ -107,7 +107,8 @@ class DataConfig:
     eval_fraction: float
     """Share of each source's samples that is held out, 0 to 1; never used for training."""
     document_mask: bool
-    """Mask attention and targets across documents. Files without an .idx (flat .bin, .npy) need `data.eod_token`."""
+    """Mask attention and targets across documents. Files without an .idx (flat .bin, .npy) need `data.eod_token`. The
+    mask is block-sparse on a GPU, except in fp32 and for sequence lengths that are not multiples of 128."""
     eod_token: int | None = None
     """Id of the token that ends a document in files without an .idx, and belongs to it; null: each such file is one
     document. Sources with document boundaries of their own (.idx) ignore it."""

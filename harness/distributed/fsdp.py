@@ -19,7 +19,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import harness.precision.fp8.swiglu
-import harness.precision.fused_qkv  # noqa: F401  (both define operators that are named below)
+import harness.precision.fused_qkv
+import harness.precision.te_attention  # noqa: F401  (all three define operators that are named below)
 from harness.config.parallel import ActivationCheckpointing, ParallelConfig
 from harness.distributed.reduce_scatter import CommStats, MeasuredReduceScatter, NoCopyReduceScatter, TimedAllGather
 from harness.distributed.torch_private import chunk_cat
@@ -83,6 +84,7 @@ _SAVED_BY_SELECTIVE = ATTENTION_OPS | {
     torch.ops.harness.fp8_forward.default,
     torch.ops.harness.swiglu_forward.default,
     torch.ops.harness.qkv_rope.default,
+    torch.ops.harness.attention_forward.default,
 }
 """Operators whose outputs are saved: matmuls and attention are expensive to recompute and small to keep."""
 

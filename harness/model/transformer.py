@@ -3,7 +3,7 @@
 LayerNorm and post-LN blocks can be chosen for comparison (`model.norm`, `model.norm_placement`).
 
 Sharding, compilation and activation checkpointing are applied beside this module (`harness.distributed.fsdp`), and
-FSDP2 casts its weights. The module depends on precision in three calls: `project_qkv_rope` and `project` (QKV) and
+FSDP2 casts its weights. Attention and its kernels are in `harness.model.attention_layer`. Projections of attention and
 `swiglu` (MLP) choose fused or fp8 GEMMs by the type of the layers they get. Statistics of norms, RoPE and the loss are
 fp32 in every precision.
 How: `forward` takes tokens and targets and returns the objective to differentiate with the sums that are logged, so
@@ -16,22 +16,18 @@ Left out: dropout, positions that restart in each document of a packed sequence,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from harness.config.model import AttentionKind, ModelConfig, NormKind, NormPlacement
+from harness.config.model import ModelConfig, NormKind, NormPlacement
+from harness.model.attention_layer import Attention, AttentionMask, LinearFactory, mask_documents, needs_causal_blocks
+from harness.model.attention_mask import causal_block_mask
 from harness.model.loss import IGNORED, LossOptions, chunked_cross_entropy, count_losses
-from harness.model.mup import attention_scale, output_multiplier
-from harness.precision.fp8.linear import project
+from harness.model.mup import output_multiplier
 from harness.precision.fp8.swiglu import swiglu
-from harness.precision.fused_qkv import apply_rope, can_fuse_qkv, project_qkv_rope
-
-LinearFactory = Callable[[int, int], nn.Module]
-"""(in_features, out_features) -> a linear layer without bias."""
 
 MAX_SAMPLED_LAYERS = 8
 """Layers whose activations are probed, at most."""
@@ -74,11 +70,6 @@ def rotary_tables(cfg: ModelConfig, sequence_length: int) -> tuple[Tensor, Tenso
     return angles.cos(), angles.sin()
 
 
-def document_mask(documents: Tensor) -> Tensor:
-    """Attention mask [B, 1, S, S] within documents; `documents` [B, S] numbers each token's document."""
-    return documents[:, None, :, None] == documents[:, None, None, :]
-
-
 def build_norm(cfg: ModelConfig) -> nn.RMSNorm | nn.LayerNorm:
     """A norm of the residual stream."""
     match cfg.norm:
@@ -86,64 +77,6 @@ def build_norm(cfg: ModelConfig) -> nn.RMSNorm | nn.LayerNorm:
             return nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         case NormKind.layer:
             return nn.LayerNorm(cfg.dim, eps=cfg.norm_eps, bias=False)
-
-
-class Attention(nn.Module):
-    """Causal grouped-query attention with RoPE."""
-
-    def __init__(self, cfg: ModelConfig, *, linear: LinearFactory) -> None:
-        super().__init__()
-        self.head_dim = cfg.head_dim
-        self.scale = attention_scale(cfg)
-        self.kind = cfg.attention
-        self.group_size = cfg.num_heads // cfg.num_kv_heads
-        self.query = linear(cfg.dim, cfg.dim)
-        self.key = linear(cfg.dim, cfg.num_kv_heads * cfg.head_dim)
-        self.value = linear(cfg.dim, cfg.num_kv_heads * cfg.head_dim)
-        self.output = linear(cfg.dim, cfg.dim)
-        self.query_norm = nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity()
-        self.key_norm = nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity()
-
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        query, key, value = self._project(hidden, cos, sin)
-        attended = self._attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask)
-        mixed: Tensor = self.output(attended.to(hidden.dtype).transpose(1, 2).flatten(2))
-        return mixed
-
-    def _project(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [B, S, heads, head_dim], with RoPE applied to the first two."""
-        layers = (self.query, self.key, self.value)
-        if isinstance(self.query_norm, nn.Identity) and can_fuse_qkv(hidden, layers, cos):
-            query, key, value = map(self._split_heads, project_qkv_rope(hidden, layers, cos, sin))
-            return query, key, value
-        query, key, value = map(self._split_heads, project(hidden, *layers))
-        return apply_rope(self.query_norm(query), cos, sin), apply_rope(self.key_norm(key), cos, sin), value
-
-    def _split_heads(self, projected: Tensor) -> Tensor:
-        return projected.view(*projected.shape[:-1], -1, self.head_dim)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Causal attention [B, H, S, head_dim]; a fully masked position gets zeros and no gradient."""
-        enable_gqa = self.group_size > 1
-        if self.kind is AttentionKind.fp32:
-            # The memory-efficient fp32 kernel has no grouped queries; the kernel that has them stores S x S scores.
-            query, key, value = (
-                query.float(),
-                key.float().repeat_interleave(self.group_size, dim=1),
-                value.float().repeat_interleave(self.group_size, dim=1),
-            )
-            enable_gqa = False
-        if mask is None:
-            return F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=self.scale, enable_gqa=enable_gqa
-            )
-        length = query.shape[-2]
-        allowed = mask & torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
-        has_key = allowed.any(dim=-1, keepdim=True)
-        attended = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=allowed | ~has_key, scale=self.scale, enable_gqa=enable_gqa
-        )
-        return torch.where(has_key, attended, 0.0)
 
 
 class SwiGLU(nn.Module):
@@ -162,24 +95,24 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """A pre-LN transformer block."""
 
-    def __init__(self, cfg: ModelConfig, *, linear: LinearFactory) -> None:
+    def __init__(self, cfg: ModelConfig, *, linear: LinearFactory, deterministic: bool = False) -> None:
         super().__init__()
         self.attention_norm = build_norm(cfg)
-        self.attention = Attention(cfg, linear=linear)
+        self.attention = Attention(cfg, linear=linear, deterministic=deterministic)
         self.mlp_norm = build_norm(cfg)
         self.mlp = SwiGLU(cfg, linear=linear)
 
     def forward(
-        self, hidden: Tensor, change: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None
+        self, hidden: Tensor, change: Tensor, cos: Tensor, sin: Tensor, mask: AttentionMask = None
     ) -> tuple[Tensor, Tensor]:
         """Take and return the residual stream [B, S, D] and a change that is yet to be added to it.
 
-        The sum is computed where it is read: by the next norm, in the same kernel. `mask` (bool, broadcastable to
-        [B, H, S, S]) is combined with the causal mask.
+        The sum is computed where it is read: by the next norm, in the same kernel. `mask` is combined with the causal
+        mask.
         """
         return self.advance(hidden + change, cos, sin, mask)
 
-    def advance(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def advance(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
         """The block after the first residual add; the part that is checkpointed (`harness.distributed.fsdp`)."""
         hidden = hidden + self.attention(self.attention_norm(hidden), cos, sin, mask)
         return hidden, self.mlp(self.mlp_norm(hidden))
@@ -191,19 +124,19 @@ class PostNormBlock(Block):
     The last sum is normalized inside the block, so the change that is yet to be added is zero.
     """
 
-    def advance(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def advance(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
         hidden = self.attention_norm(hidden + self.attention(hidden, cos, sin, mask))
         hidden = self.mlp_norm(hidden + self.mlp(hidden))
         return hidden, torch.zeros_like(hidden)
 
 
-def build_block(cfg: ModelConfig, *, linear: LinearFactory) -> Block:
+def build_block(cfg: ModelConfig, *, linear: LinearFactory, deterministic: bool = False) -> Block:
     """A block with its norms where `model.norm_placement` says."""
     match cfg.norm_placement:
         case NormPlacement.pre:
-            return Block(cfg, linear=linear)
+            return Block(cfg, linear=linear, deterministic=deterministic)
         case NormPlacement.post:
-            return PostNormBlock(cfg, linear=linear)
+            return PostNormBlock(cfg, linear=linear, deterministic=deterministic)
 
 
 class _DifferentiableZeros(torch.autograd.Function):
@@ -225,11 +158,19 @@ class Transformer(nn.Module):
     sin: Tensor
 
     def __init__(
-        self, cfg: ModelConfig, *, sequence_length: int, linear: LinearFactory, own_kernels: bool = False
+        self,
+        cfg: ModelConfig,
+        *,
+        sequence_length: int,
+        linear: LinearFactory,
+        own_kernels: bool = False,
+        deterministic: bool = False,
     ) -> None:
+        """deterministic: attention on a GPU gives the same bits every time (`harness.model.attention_layer`)."""
         super().__init__()
         self.cfg = cfg
         self.sequence_length = sequence_length
+        self.deterministic = deterministic
         self.loss_options = LossOptions(
             z_loss=cfg.z_loss,
             output_multiplier=output_multiplier(cfg),
@@ -239,7 +180,9 @@ class Transformer(nn.Module):
         self.sampled_layers = sampled_layers(cfg.num_layers)
         self.embedding = nn.Embedding(cfg.vocab_size, cfg.dim)
         self.embedding_norm = build_norm(cfg) if cfg.embedding_norm else nn.Identity()
-        self.blocks = nn.ModuleList(build_block(cfg, linear=linear) for _ in range(cfg.num_layers))
+        self.blocks = nn.ModuleList(
+            build_block(cfg, linear=linear, deterministic=deterministic) for _ in range(cfg.num_layers)
+        )
         self.norm = build_norm(cfg)
         self.head = None if cfg.tied_head else nn.Linear(cfg.dim, cfg.vocab_size, bias=False)
         table_shape = (sequence_length, cfg.head_dim // 2)
@@ -253,6 +196,10 @@ class Transformer(nn.Module):
         self.cos.copy_(cos)
         self.sin.copy_(sin)
 
+    def mask_documents(self, documents: Tensor | None) -> AttentionMask:
+        """The mask that keeps the documents [B, S] of a sequence apart; None if documents attend to each other."""
+        return None if documents is None else mask_documents(self.cfg, documents)
+
     def forward(
         self,
         tokens: Tensor,
@@ -260,11 +207,12 @@ class Transformer(nn.Module):
         *,
         seed: Tensor | float = 1.0,
         probe: bool = False,
-        mask: Tensor | None = None,
+        mask: AttentionMask = None,
     ) -> Output:
         """The objective and the sums for `tokens` [B, S] and `targets` [B, S], where -100 is ignored.
 
-        `seed` multiplies the summed loss before it is differentiated: loss scale / expected tokens.
+        `seed` multiplies the summed loss before it is differentiated: loss scale / expected tokens. `mask` is from
+        `mask_documents`, or dense.
         """
         hidden, square_sums = self._hidden(tokens, mask=mask, probed=(targets != IGNORED).any(dim=1) if probe else None)
         if not isinstance(seed, Tensor):
@@ -283,13 +231,15 @@ class Transformer(nn.Module):
             token_loss_counts=count_losses(sums.losses, targets.flatten()) if probe else None,
         )
 
-    def logits(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    def logits(self, tokens: Tensor, mask: AttentionMask = None) -> Tensor:
         """All logits [B, S, V] in fp32, for tests and export; the model must not be sharded."""
         hidden, _ = self._hidden(tokens, mask=mask, probed=None)
         return F.linear(hidden, self._head_weight()).float() * self.loss_options.output_multiplier
 
-    def _hidden(self, tokens: Tensor, *, mask: Tensor | None, probed: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+    def _hidden(self, tokens: Tensor, *, mask: AttentionMask, probed: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         """The input of the head, and the square sums of the sampled layers over the `probed` sequences [B]."""
+        if mask is None and self.deterministic and tokens.is_cuda and needs_causal_blocks(self.cfg, tokens.shape[1]):
+            mask = causal_block_mask(tokens.shape[1], tokens.device)
         hidden: Tensor = self.embedding_norm(self.embedding(tokens))
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         change: Tensor = _DifferentiableZeros.apply(hidden)  # type: ignore[no-untyped-call]

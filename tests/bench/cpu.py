@@ -47,7 +47,6 @@ from harness.model.transformer import Transformer
 from harness.optim.schedule import schedule_table
 from harness.precision.mixed_precision import linear
 from harness.run import Run
-from harness.step import mask_of
 from harness.train import run_worker
 from launch.local.ports import reserved_port
 from tests.bench.clock import WARMUP_STEPS
@@ -114,10 +113,12 @@ def train_plain(cfg: Config, permits: StepPermits) -> None:
         batch = batches[index]
         if in_bf16:  # the chunked loss of the model does not run under autocast
             with torch.autocast("cpu", torch.bfloat16):
-                logits = model.logits(batch.inputs, mask=mask_of(batch)).flatten(0, 1)
+                logits = model.logits(batch.inputs, mask=model.mask_documents(batch.documents)).flatten(0, 1)
             objective = seed * cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORED, reduction="sum")
         else:
-            objective = model(batch.inputs, batch.targets, seed=seed, mask=mask_of(batch)).objective
+            objective = model(
+                batch.inputs, batch.targets, seed=seed, mask=model.mask_documents(batch.documents)
+            ).objective
         objective.backward()  # type: ignore[no-untyped-call]
         if cfg.optim.clip_norm is not None:
             clip_grad_norm_(model.parameters(), cfg.optim.clip_norm, foreach=True)

@@ -32,7 +32,7 @@ from harness.config.schema import Config
 from harness.core.rundir import RunDir
 from harness.distributed.world import connect, disconnect
 from harness.precision.attention import fast_attention
-from harness.step import finish_step, forward_backward, mask_of
+from harness.step import finish_step, forward_backward
 from tests.bench.step import run_step
 
 BASE = ["+experiment=1b_bf16", "cluster=h200", "checkpoint.ring.slots=0", "train.num_steps=20"]
@@ -100,7 +100,9 @@ def measure_phases(parts: Parts, cfg: Config, index: int, *, sizes: list[str]) -
     forward_peaks, backward_peaks, kept = [], [], 0
     for rows in batch.micro_batches(cfg.train.micro_batch_size or len(batch.inputs)):
         torch.cuda.reset_peak_memory_stats()
-        output = parts.model(rows.inputs, rows.targets, seed=seed, probe=False, mask=mask_of(rows))
+        output = parts.model(
+            rows.inputs, rows.targets, seed=seed, probe=False, mask=parts.model.mask_documents(rows.documents)
+        )
         kept = torch.cuda.memory_allocated()
         forward_peaks.append(torch.cuda.max_memory_allocated())
         sizes[:] = render_sizes(Counter(size for _, size in live_allocations()))

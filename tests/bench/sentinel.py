@@ -49,7 +49,7 @@ from harness.precision.attention import fast_attention
 from harness.recovery import recover
 from harness.sentinel.device.local_sums import square_sums, square_sums_in_one_launch
 from harness.sentinel.device.step_report import HostFacts, unpack_report
-from harness.step import finish_step, forward_backward, mask_of
+from harness.step import finish_step, forward_backward
 from harness.telemetry.meters import Meter, memory_bytes
 from tests.bench.clock import SETTLING_STEPS, WARMUP_STEPS, Block, alternate, do_nothing, iterate_steps
 
@@ -160,7 +160,9 @@ class PlainSteps:
         seed = 1 / (cfg.train.batch_size * cfg.train.sequence_length)
         for rows in batch.micro_batches(cfg.train.micro_batch_size or len(batch.inputs)):
             with parts.fp8_layers.probing(False):
-                parts.model(rows.inputs, rows.targets, seed=seed, mask=mask_of(rows)).objective.backward()
+                parts.model(
+                    rows.inputs, rows.targets, seed=seed, mask=parts.model.mask_documents(rows.documents)
+                ).objective.backward()
         parts.fp8_layers.update_scale_history(torch.zeros((), device=parts.world.device))
         self.update()
         if parts.world.device.type == "cuda":

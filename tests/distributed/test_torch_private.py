@@ -190,7 +190,7 @@ def test_attention_ops() -> None:
     with Operators() as operators:
         F.scaled_dot_product_attention(query, query, query, is_causal=True)
     assert ATTENTION_OPS & set(operators.called)
-    assert len(ATTENTION_OPS) == 4
+    assert len(ATTENTION_OPS) == 5
 
 
 def test_operator_mode() -> None:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from harness.config.model import AttentionKind, ModelConfig
+from harness.model.attention_layer import Attention
 from harness.model.init import initialize
 from harness.model.loss import IGNORED, LossOptions, chunked_cross_entropy
-from harness.model.transformer import Attention, Output, Transformer
+from harness.model.transformer import Output, Transformer
 from harness.precision.mixed_precision import linear
 
 MakeConfig = Callable[..., ModelConfig]

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from harness.config.model import ModelConfig
+from harness.model.attention_mask import document_mask
 from harness.model.init import initialize
 from harness.model.loss import IGNORED
-from harness.model.transformer import Transformer, document_mask, sampled_layers
+from harness.model.transformer import Transformer, sampled_layers
 from harness.precision.mixed_precision import linear
 
 MakeConfig = Callable[..., ModelConfig]

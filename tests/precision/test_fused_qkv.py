@@ -14,7 +14,8 @@ from harness.config.model import ModelConfig
 from harness.config.parallel import ActivationCheckpointing
 from harness.config.precision import Fp8Recipe
 from harness.distributed.fsdp import wrap
-from harness.model.transformer import Attention, Block, rotary_tables
+from harness.model.attention_layer import Attention
+from harness.model.transformer import Block, rotary_tables
 from harness.precision import fused_qkv
 from harness.precision.fp8.linear import Fp8Linear, Recipe, Switch
 from harness.precision.fused_qkv import apply_rope, can_fuse_qkv, project_qkv_rope

@@ -127,7 +127,8 @@ def _selective_bytes(cfg: Config, projections: Fp8Projections) -> int:
 
 
 def _attention_bytes(cfg: Config, projections: Fp8Projections) -> int:
-    """Query, key, value and attention output; a document mask adds the mask and the rows without any visible key."""
+    """Query, key, value and attention output. A dense document mask adds the mask and the rows without any visible key;
+    a block-sparse one saves nothing for each layer, so this is an upper bound."""
     model, size = cfg.model, element_bytes(cfg)
     again = 0 if projections.attention else model.dim * size
     mask = cfg.train.sequence_length * size + again + 1 if cfg.data.document_mask else 0

@@ -8,7 +8,8 @@ How: FLOPs over the rate of the kernel that computes them, bytes over the bandwi
                   as `KernelRates.gemm_overhead` of its inner dimension, so narrow layers and small micro-batches are
                   slower.
     attention     causal FLOPs, as the kernel computes them: 2 matmuls forward, 5 backward, half of the scores. A
-                  document mask computes all scores, in a slower kernel.
+                  document mask is planned as a dense one, which computes all scores in a slower kernel. That is an
+                  upper bound: a block-sparse mask skips scores, how many depends on the documents.
     elementwise   the tensors that norms, RoPE and SwiGLU read and write (D: residual stream, K: keys or values, F:
                   SwiGLU hidden layer), for one token of a block, compiled:
                   forward 8 D + 2 (D + 2 K) + 3 F, backward 11 D + 2 (D + 2 K) + 6 F,

@@ -5,7 +5,8 @@ Attention and the loss take their reference paths, whose softmax, scores and log
 hidden in a fused kernel. Values that a hook or a fault puts between operators are found at the borders of the modules:
 finite inputs and a non-finite output. Each check is a host sync; a replay can afford it. Outside a replay no hook and
 no mode exists.
-Left out: modules inside a compiled block, which run as one. A replay is not compiled.
+Left out: modules inside a compiled block, which run as one. A replay is not compiled. `flex_attention`, which runs
+compiled only, and Transformer Engine's attention are replaced by `scaled_dot_product_attention`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from harness.analysis.replay.operation_names import LOGITS_GRADIENT, Scope, name_operation
 from harness.distributed.shards import local
 from harness.distributed.torch_private.operator_mode import OperatorMode
-from harness.model.transformer import Attention, SwiGLU, Transformer
+from harness.model.attention_layer import Attention, reference_attention
+from harness.model.transformer import SwiGLU, Transformer
 
 CHECKED_NAMESPACES = ("aten", "harness")
 UNCHECKED = ("empty", "new_empty", "resize", "set_", "scalar_tensor", "full", "where", "masked_fill", "fill", "zeros")
@@ -61,8 +63,7 @@ def watch_modules(model: nn.Module, *, on_reference_path: bool = True) -> Iterat
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # hooks return views
-        if on_reference_path:
-            stack.enter_context(reference_path(model))
+        stack.enter_context(reference_path(model) if on_reference_path else reference_attention(model))
         for handle in _add_hooks(model, watch):
             stack.callback(handle.remove)
         stack.enter_context(watch)
@@ -74,7 +75,7 @@ def watch_modules(model: nn.Module, *, on_reference_path: bool = True) -> Iterat
 def reference_path(model: nn.Module) -> Iterator[None]:
     """Compute attention and the loss operator by operator instead of in fused kernels."""
     options = model.loss_options if isinstance(model, Transformer) else None
-    with sdpa_kernel(SDPBackend.MATH):
+    with sdpa_kernel(SDPBackend.MATH), reference_attention(model):
         try:
             if isinstance(model, Transformer):
                 model.loss_options = replace(model.loss_options, own_kernels=False)

@@ -12,7 +12,8 @@ from typing import final
 
 from torch import nn
 
-from harness.model.transformer import Attention, SwiGLU, Transformer
+from harness.model.attention_layer import Attention
+from harness.model.transformer import SwiGLU, Transformer
 
 SOFTMAX = ("_softmax", "_safe_softmax", "_softmax_backward_data")
 SWIGLU = {"silu": "silu(gate)", "silu_backward": "silu(gate)", "mul": "SwiGLU product"}

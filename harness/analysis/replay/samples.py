@@ -17,7 +17,6 @@ from harness.data.batch_view import view_batch
 from harness.distributed.collectives import gather_results
 from harness.distributed.shards import local
 from harness.distributed.torch_private.foreach import foreach_norm
-from harness.step import mask_of
 
 LONGEST_TEXT = 160
 
@@ -66,7 +65,8 @@ def _measure_own(parts: Parts, batch: Batch) -> list[tuple[float, float]]:
         parts.update.adamw.zero_grad(set_to_none=True)
         parts.comm_stats.take_square_sum()
         tokens = (row.targets >= 0).sum().clamp(min=1)
-        output = parts.model(row.inputs, row.targets, seed=1.0 / tokens.to(torch.float32), mask=mask_of(row))
+        mask = parts.model.mask_documents(row.documents)
+        output = parts.model(row.inputs, row.targets, seed=1.0 / tokens.to(torch.float32), mask=mask)
         output.objective.backward()
         square = parts.comm_stats.take_square_sum() if parts.comm_stats.measures_gradients else _own_square(parts)
         if not row.is_padding:

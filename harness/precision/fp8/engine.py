@@ -60,13 +60,13 @@ def get_engine(kind: str) -> Engine:
         from harness.precision.fp8.emulation import EmulatedEngine
 
         return EmulatedEngine()
-    _share_cudnn()
+    share_cudnn()
     from harness.precision.fp8.te_backend import TransformerEngine
 
     return TransformerEngine()
 
 
-def _share_cudnn() -> None:
+def share_cudnn() -> None:
     """Make Transformer Engine load torch's cuDNN: by default it loads the system's, and two versions conflict."""
     libraries = sorted(Path(torch.__file__).parents[1].glob("nvidia/**/libcudnn*.so.*"))
     if libraries:

@@ -17,7 +17,8 @@ from harness.config.parallel import ActivationCheckpointing
 from harness.config.precision import PrecisionKind
 from harness.config.schema import Config
 from harness.distributed.fsdp import wrap
-from harness.model.transformer import Block, build_block, document_mask, rotary_tables
+from harness.model.attention_mask import document_mask
+from harness.model.transformer import Block, build_block, rotary_tables
 from harness.precision import fused_qkv
 from harness.precision.fp8.layers import convert_to_fp8
 from harness.precision.mixed_precision import DTYPES, linear

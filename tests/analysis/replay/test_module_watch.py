@@ -10,8 +10,9 @@ import torch
 
 from harness.analysis.replay.module_watch import NonFiniteModules, watch_modules
 from harness.config.compose import load
+from harness.model.attention_mask import document_mask
 from harness.model.init import initialize
-from harness.model.transformer import Transformer, document_mask
+from harness.model.transformer import Transformer
 from harness.precision.mixed_precision import linear
 from tests.distributed.cases import TINY
 

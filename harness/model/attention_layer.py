@@ -1,0 +1,208 @@
+"""Causal grouped-query attention with RoPE, and the choice of its kernel.
+
+| kernel | when |
+|---|---|
+| `scaled_dot_product_attention`: cuDNN on Hopper, then FlashAttention | default |
+| Transformer Engine's cuDNN kernels (`harness.precision.te_attention`) | deterministic, on a GPU |
+| `flex_attention` with a block-sparse mask | documents on a GPU; deterministic without Transformer Engine |
+
+Determinism: the second and third kernel give the same bits every time by themselves. `scaled_dot_product_attention` is
+deterministic on a CPU, and on a GPU under `torch.use_deterministic_algorithms(True)`, which excludes cuDNN: then it
+runs FlashAttention-2 in bf16 and fp16, and the memory-efficient kernel in fp32 or with a dense mask.
+`flex_attention` and Transformer Engine compute in bf16 and fp16 only here: fp32 (`precision=fp32`,
+`model.attention=fp32`) always runs `scaled_dot_product_attention`, with a dense mask for documents. So do a CPU, and
+sequences that are not a multiple of `MASK_BLOCK`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from harness.config.model import AttentionKind, ModelConfig
+from harness.config.schema import Config
+from harness.model.attention_mask import MASK_BLOCK, BlockSparseMask, build_block_mask, document_mask
+from harness.model.mup import attention_scale
+from harness.precision.fp8.linear import project
+from harness.precision.fused_qkv import apply_rope, can_fuse_qkv, project_qkv_rope
+from harness.precision.mixed_precision import DTYPES
+from harness.precision.te_attention import te_attention, te_attention_obstacle
+
+LinearFactory = Callable[[int, int], nn.Module]
+"""(in_features, out_features) -> a linear layer without bias."""
+
+AttentionMask = Tensor | BlockSparseMask | None
+"""Dense (bool, broadcastable to [B, H, S, S]) or block-sparse; None: only causal."""
+
+HALF = (torch.bfloat16, torch.float16)
+MIN_FLEX_HEAD_DIM = 16
+"""The smallest head that `flex_attention` multiplies on a GPU."""
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with RoPE."""
+
+    def __init__(self, cfg: ModelConfig, *, linear: LinearFactory, deterministic: bool = False) -> None:
+        super().__init__()
+        self.head_dim = cfg.head_dim
+        self.scale = attention_scale(cfg)
+        self.kind = cfg.attention
+        self.group_size = cfg.num_heads // cfg.num_kv_heads
+        self.uses_te = deterministic and not te_attention_obstacle(cfg.head_dim)
+        self.on_reference_path = False
+        """Run `scaled_dot_product_attention` whatever the mask; see `reference_attention`."""
+        self.query = linear(cfg.dim, cfg.dim)
+        self.key = linear(cfg.dim, cfg.num_kv_heads * cfg.head_dim)
+        self.value = linear(cfg.dim, cfg.num_kv_heads * cfg.head_dim)
+        self.output = linear(cfg.dim, cfg.dim)
+        self.query_norm = nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity()
+        self.key_norm = nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity()
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: AttentionMask) -> Tensor:
+        query, key, value = self._project(hidden, cos, sin)
+        attended = self._attend(query, key, value, mask)
+        mixed: Tensor = self.output(attended.to(hidden.dtype).flatten(2))
+        return mixed
+
+    def _project(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [B, S, heads, head_dim], with RoPE applied to the first two."""
+        layers = (self.query, self.key, self.value)
+        if isinstance(self.query_norm, nn.Identity) and can_fuse_qkv(hidden, layers, cos):
+            query, key, value = map(self._split_heads, project_qkv_rope(hidden, layers, cos, sin))
+            return query, key, value
+        query, key, value = map(self._split_heads, project(hidden, *layers))
+        return apply_rope(self.query_norm(query), cos, sin), apply_rope(self.key_norm(key), cos, sin), value
+
+    def _split_heads(self, projected: Tensor) -> Tensor:
+        return projected.view(*projected.shape[:-1], -1, self.head_dim)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
+        """Causal attention [B, S, heads, head_dim]; a fully masked position gets zeros and no gradient."""
+        is_fast = self.kind is AttentionKind.fused and query.dtype in HALF and not self.on_reference_path
+        if is_fast and mask is None and self.uses_te and query.is_cuda:
+            return te_attention(query, key, value, self.scale)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if isinstance(mask, BlockSparseMask):
+            if is_fast:
+                attend = attend_blocks if torch.compiler.is_compiling() else _compiled_attend_blocks()
+                return attend(query, key, value, mask, self.scale).transpose(1, 2)
+            mask = mask.dense()
+        return self._attend_by_sdpa(query, key, value, mask).transpose(1, 2)
+
+    def _attend_by_sdpa(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention [B, heads, S, head_dim] by `scaled_dot_product_attention`."""
+        enable_gqa = self.group_size > 1
+        if self.kind is AttentionKind.fp32:
+            # The memory-efficient fp32 kernel has no grouped queries; the kernel that has them stores S x S scores.
+            query, key, value = (
+                query.float(),
+                key.float().repeat_interleave(self.group_size, dim=1),
+                value.float().repeat_interleave(self.group_size, dim=1),
+            )
+            enable_gqa = False
+        if mask is None:
+            return F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=self.scale, enable_gqa=enable_gqa
+            )
+        length = query.shape[-2]
+        allowed = mask & torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
+        has_key = allowed.any(dim=-1, keepdim=True)
+        attended = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=allowed | ~has_key, scale=self.scale, enable_gqa=enable_gqa
+        )
+        return torch.where(has_key, attended, 0.0)
+
+
+def attend_blocks(query: Tensor, key: Tensor, value: Tensor, mask: BlockSparseMask, scale: float) -> Tensor:
+    """Attention [B, heads, S, head_dim] by `flex_attention`; fast only if compiled."""
+    documents = mask.documents
+
+    def is_visible(row: Tensor, _head: Tensor, query_at: Tensor, key_at: Tensor) -> Tensor:
+        if documents is None:
+            return query_at >= key_at
+        return (query_at >= key_at) & (documents[row, query_at] == documents[row, key_at])
+
+    length = query.shape[-2]
+    block_mask = BlockMask(
+        seq_lengths=(length, length),
+        kv_num_blocks=mask.partial_keys.counts,
+        kv_indices=mask.partial_keys.indices,
+        full_kv_num_blocks=mask.full_keys.counts,
+        full_kv_indices=mask.full_keys.indices,
+        q_num_blocks=mask.partial_queries.counts,
+        q_indices=mask.partial_queries.indices,
+        full_q_num_blocks=mask.full_queries.counts,
+        full_q_indices=mask.full_queries.indices,
+        BLOCK_SIZE=(MASK_BLOCK, MASK_BLOCK),
+        mask_mod=is_visible,
+    )
+    enable_gqa = query.shape[1] != key.shape[1]
+    attended = flex_attention(query, key, value, block_mask=block_mask, scale=scale, enable_gqa=enable_gqa)
+    assert isinstance(attended, Tensor)
+    return attended
+
+
+@cache
+def _compiled_attend_blocks() -> Callable[..., Any]:
+    """For blocks that are not compiled: without the compiler, `flex_attention` would store all scores."""
+    return torch.compile(attend_blocks, fullgraph=True)
+
+
+@contextmanager
+def reference_attention(model: nn.Module) -> Iterator[None]:
+    """Compute all attention by `scaled_dot_product_attention`, whose backend `sdpa_kernel` chooses."""
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    try:
+        for layer in layers:
+            layer.on_reference_path = True
+        yield
+    finally:
+        for layer in layers:
+            layer.on_reference_path = False
+
+
+def flex_obstacle(cfg: ModelConfig, sequence_length: int) -> str:
+    """Why a model cannot run `flex_attention` on a GPU in bf16 or fp16, in words; empty if it can."""
+    if cfg.attention is AttentionKind.fp32:
+        return "model.attention is fp32"
+    if cfg.head_dim < MIN_FLEX_HEAD_DIM:
+        return f"heads of {cfg.head_dim} are smaller than {MIN_FLEX_HEAD_DIM}"
+    if sequence_length % MASK_BLOCK:
+        return f"sequences of {sequence_length} are not a multiple of {MASK_BLOCK}"
+    return ""
+
+
+def mask_documents(cfg: ModelConfig, documents: Tensor) -> Tensor | BlockSparseMask:
+    """The mask that keeps the documents [B, S] of a sequence apart."""
+    if documents.is_cuda and not flex_obstacle(cfg, documents.shape[1]):
+        return build_block_mask(documents)
+    return document_mask(documents)
+
+
+def needs_causal_blocks(cfg: ModelConfig, sequence_length: int) -> bool:
+    """Whether deterministic attention without documents needs the block-sparse kernel on a GPU."""
+    return bool(te_attention_obstacle(cfg.head_dim)) and not flex_obstacle(cfg, sequence_length)
+
+
+def attention_backend(cfg: Config, device: torch.device, *, deterministic: bool) -> str:
+    """The kernel that computes attention in this run, with the reason if it is not the first choice."""
+    documents, model = cfg.data.document_mask, cfg.model
+    sdpa = "scaled_dot_product_attention" + (" with a dense mask" if documents else "")
+    if device.type != "cuda" or not (documents or deterministic):
+        return sdpa
+    if DTYPES[cfg.precision.kind] not in HALF:
+        return f"{sdpa}: precision is {cfg.precision.kind}"
+    if model.attention is AttentionKind.fp32:
+        return f"{sdpa}: model.attention is fp32"
+    no_te, no_flex = te_attention_obstacle(model.head_dim), flex_obstacle(model, cfg.train.sequence_length)
+    if not documents and not no_te:
+        return "Transformer Engine, cuDNN's deterministic backward pass"
+    reasons = ([] if documents else [no_te]) + ([no_flex] if no_flex else [])
+    return ": ".join([sdpa if no_flex else "flex_attention, block-sparse", *(["; ".join(reasons)] if reasons else [])])

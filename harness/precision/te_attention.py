@@ -1,0 +1,223 @@
+"""Causal attention with a deterministic backward pass: cuDNN's kernels through Transformer Engine, as two operators.
+
+Why: cuDNN's attention through `scaled_dot_product_attention` adds up gradients in no fixed order, and torch's own
+deterministic kernel (FlashAttention-2) takes twice as long. Transformer Engine runs cuDNN's deterministic kernel.
+How: queries, keys and values are [B, S, heads, head_dim], with fewer key heads than query heads for grouped queries.
+The forward operator also returns the log-sum-exp of each row and the state of a random generator, which the backward
+operator takes but does not use without dropout. That generator is a separate one, so torch's is not advanced. The
+backward formula is registered with torch, as in `harness.precision.fused_qkv`. On a CPU both operators compute the same
+in plain torch.
+"""
+
+# ruff: noqa: ARG001  (fake implementations take all arguments and need few)
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.precision.fp8.custom_ops import LIBRARY, define_op
+from harness.precision.fp8.engine import share_cudnn
+
+MAX_HEAD_DIM, HEAD_DIM_MULTIPLE = 128, 8
+MIN_CAPABILITY = (9, 0)
+"""Compute capability from which cuDNN has a deterministic backward pass."""
+
+
+def te_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Causal attention [B, S, heads, head_dim] in bf16 or fp16; only if `te_attention_obstacle` is empty."""
+    attended, _, _ = attention_forward(query, key, value, scale)
+    return attended
+
+
+@cache
+def te_attention_obstacle(head_dim: int) -> str:
+    """Why this process cannot run attention by Transformer Engine, in words; empty if it can."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "Transformer Engine is not installed"
+    if not torch.cuda.is_available():
+        return "there is no GPU"
+    if torch.cuda.get_device_capability() < MIN_CAPABILITY:
+        return "the compute capability of the GPU is below 9.0"
+    if head_dim > MAX_HEAD_DIM or head_dim % HEAD_DIM_MULTIPLE:
+        return f"heads of {head_dim} are not multiples of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}"
+    try:
+        _kernels()
+    except (ImportError, OSError, RuntimeError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        return f"Transformer Engine fails to load: {reason[0]}"
+    return ""
+
+
+@cache
+def _kernels() -> Any:
+    """The module with Transformer Engine's fused attention; imported only when it is used."""
+    share_cudnn()
+    import transformer_engine.pytorch  # noqa: F401  (loads the libraries that the extension needs)
+    from transformer_engine.pytorch.cpp_extensions import fused_attn
+
+    return fused_attn
+
+
+@cache
+def _generator(device: torch.device) -> torch.Generator:
+    return torch.Generator(device=device)
+
+
+@cache
+def _sequence_ends(num_rows: int, length: int, device: torch.device) -> Tensor:
+    """Cumulative sequence lengths; every sequence is full."""
+    return torch.arange(0, (num_rows + 1) * length, step=length, dtype=torch.int32, device=device)
+
+
+def _shared_arguments(query: Tensor, scale: float) -> dict[str, Any]:
+    num_rows, length = query.shape[:2]
+    ends = _sequence_ends(num_rows, length, query.device)
+    return {
+        "max_seqlen_q": length,
+        "max_seqlen_kv": length,
+        "cu_seqlens_q": ends,
+        "cu_seqlens_kv": ends,
+        "fake_dtype": query.dtype,
+        "fused_attention_backend": _kernels().FusedAttnBackend["F16_arbitrary_seqlen"],
+        "attn_scale": scale,
+        "dropout": 0.0,
+        "qkv_layout": "bshd_bshd_bshd",
+        "o_format": "bshd",
+        "attn_bias_type": "no_bias",
+        "attn_mask_type": "causal",
+        "window_size": (-1, 0),
+    }
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The attended values [B, S, heads, head_dim], the log-sum-exp [B, heads, S, 1] in fp32, a generator's state."""
+    if not query.is_cuda:
+        return _forward_in_torch(query, key, value, scale)
+    attended, (log_sums, state) = _kernels().fused_attn_fwd(
+        is_training=True,
+        q=query.contiguous(),
+        k=key.contiguous(),
+        v=value.contiguous(),
+        rng_gen=_generator(query.device),
+        **_shared_arguments(query, scale),
+    )
+    return attended, log_sums, state
+
+
+def backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attended: Tensor,
+    log_sums: Tensor,
+    state: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value, with the same bits every time."""
+    if not query.is_cuda:
+        return _backward_in_torch(gradient, query, key, value, attended, log_sums, scale)
+    grad_query, grad_key, grad_value, *_ = _kernels().fused_attn_bwd(
+        q=query.contiguous(),
+        k=key.contiguous(),
+        v=value.contiguous(),
+        o=attended,
+        d_o=gradient.contiguous(),
+        aux_ctx_tensors=[log_sums, state],
+        do_format="bshd",
+        dqkv_layout="bshd_bshd_bshd",
+        deterministic=True,
+        **_shared_arguments(query, scale),
+    )
+    return grad_query, grad_key, grad_value
+
+
+def _group(heads: Tensor, key: Tensor) -> Tensor:
+    """[B, S, heads, ...] -> [B, S, key heads, queries per key head, ...]."""
+    return heads.view(*heads.shape[:2], key.shape[2], -1, *heads.shape[3:])
+
+
+def _scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    """Causal scores [B, key heads, queries per key head, S, S] in fp32."""
+    scores = torch.einsum("bsgid,btgd->bgist", _group(query.float(), key), key.float()) * scale
+    length = query.shape[1]
+    future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+    return scores.masked_fill(future, -torch.inf)
+
+
+def _forward_in_torch(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    scores = _scores(query, key, scale)
+    log_sums = scores.logsumexp(dim=-1, keepdim=True)
+    attended = torch.einsum("bgist,btgd->bsgid", (scores - log_sums).exp(), value.float())
+    return (
+        attended.flatten(2, 3).to(query.dtype).contiguous(),
+        log_sums.flatten(1, 2),
+        torch.zeros(2, dtype=torch.int64),
+    )
+
+
+def _backward_in_torch(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Tensor, log_sums: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    scores = _scores(query, key, scale)
+    probabilities = (scores - log_sums.view(*scores.shape[:-1], 1)).exp()
+    grads = _group(gradient.float(), key)
+    grad_value = torch.einsum("bgist,bsgid->btgd", probabilities, grads)
+    weighted = _group((gradient.float() * attended.float()).sum(dim=-1), key)
+    grad_scores = torch.einsum("bsgid,btgd->bgist", grads, value.float()) - weighted.permute(0, 2, 3, 1)[..., None]
+    grad_scores = grad_scores * probabilities * scale
+    grad_query = torch.einsum("bgist,btgd->bsgid", grad_scores, key.float()).flatten(2, 3)
+    grad_key = torch.einsum("bgist,bsgid->btgd", grad_scores, _group(query.float(), key))
+    grad_query, grad_key, grad_value = (grad.to(query.dtype) for grad in (grad_query, grad_key, grad_value))
+    return grad_query.contiguous(), grad_key.contiguous(), grad_value.contiguous()
+
+
+def _forward_shapes(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    num_rows, length, num_heads, _ = query.shape
+    return (
+        query.new_empty(query.shape),
+        query.new_empty((num_rows, num_heads, length, 1), dtype=torch.float32),
+        query.new_empty((2,), dtype=torch.int64),
+    )
+
+
+def _backward_shapes(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attended: Tensor,
+    log_sums: Tensor,
+    state: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    query, key, value, ctx.scale = inputs
+    ctx.save_for_backward(query, key, value, *output)
+
+
+def _differentiate(ctx: Any, gradient: Tensor, *_unused: Tensor) -> tuple[Any, ...]:
+    return *attention_backward(gradient, *ctx.saved_tensors, ctx.scale), None
+
+
+attention_forward = define_op(
+    "attention_forward(Tensor query, Tensor key, Tensor value, float scale) -> (Tensor, Tensor, Tensor)",
+    forward,
+    _forward_shapes,
+)
+attention_backward = define_op(
+    "attention_backward(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor attended, Tensor log_sums,"
+    " Tensor state, float scale) -> (Tensor, Tensor, Tensor)",
+    backward,
+    _backward_shapes,
+)
+torch.library.register_autograd(
+    "harness::attention_forward", _differentiate, setup_context=_save_for_backward, lib=LIBRARY
+)
