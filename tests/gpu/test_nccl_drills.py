@@ -49,8 +49,8 @@ SIZES = {
     ),
 }
 OWN_PRECISION = ("fp16_overflow", "fp8_outlier", "data_shift_planned")
-"""Scenarios that keep their precision; the others are trained in bf16. The last has a model whose gradient spikes in bf16
-without a fault, which counts as a false alarm."""
+"""Scenarios that keep their precision; the others are trained in bf16. The gradient of the last spikes in bf16
+without a fault, which would count as a false alarm."""
 
 
 @pytest.fixture(scope="module")
