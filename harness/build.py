@@ -28,6 +28,7 @@ from harness.data.order.ledger import Ledger
 from harness.data.sources import RecordedData, describe_eod_token, make_rare_index, open_data
 from harness.distributed.collectives import all_reduce_min, gather_results, run_on_all_ranks, run_on_rank_zero
 from harness.distributed.compute_clock import ComputeClock
+from harness.distributed.determinism import DeterministicSettings
 from harness.distributed.fsdp import shard
 from harness.distributed.reduce_scatter import CommStats
 from harness.distributed.world import World, device_memory_bytes
@@ -108,7 +109,11 @@ def build(cfg: Config, world: World, run: RunDir, *, shares_snapshots: bool = Fa
     run_on_all_ranks(lambda: require_engine(cfg.precision, world.device))
     with torch.device("meta"):
         model = Transformer(
-            cfg.model, sequence_length=cfg.train.sequence_length, linear=linear, own_kernels=cfg.parallel.compile
+            cfg.model,
+            sequence_length=cfg.train.sequence_length,
+            linear=linear,
+            own_kernels=cfg.parallel.compile,
+            deterministic=cfg.run.deterministic,
         )
         fp8_layers = convert_to_fp8(model.blocks, cfg.precision)
     parallel = resolve_resharding(cfg)
@@ -236,7 +241,7 @@ def build_meter(cfg: Config, world: World) -> Meter:
     )
 
 
-def run_manifest(cfg: Config, parts: Parts) -> dict[str, Any]:
+def run_manifest(cfg: Config, parts: Parts, settings: DeterministicSettings) -> dict[str, Any]:
     """Build the manifest of this start, with the cost of a rollback at its checkpoint interval."""
     return build_manifest(
         cfg,
@@ -244,4 +249,4 @@ def run_manifest(cfg: Config, parts: Parts) -> dict[str, Any]:
         device=parts.world.device,
         corpus_fingerprint=parts.batches.fingerprint(),
         num_parameters=num_parameters(cfg.model),
-    ) | {"rollback": rollback_cost(cfg).as_dict()}
+    ) | {"deterministic": settings.as_dict(), "rollback": rollback_cost(cfg).as_dict()}

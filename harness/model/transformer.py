@@ -225,9 +225,17 @@ class Transformer(nn.Module):
     sin: Tensor
 
     def __init__(
-        self, cfg: ModelConfig, *, sequence_length: int, linear: LinearFactory, own_kernels: bool = False
+        self,
+        cfg: ModelConfig,
+        *,
+        sequence_length: int,
+        linear: LinearFactory,
+        own_kernels: bool = False,
+        deterministic: bool = False,
     ) -> None:
+        """`deterministic`: forward and backward must give the same bits every time."""
         super().__init__()
+        self.deterministic = deterministic
         self.cfg = cfg
         self.sequence_length = sequence_length
         self.loss_options = LossOptions(
