@@ -21,13 +21,14 @@ from harness.checkpoint.shared_snapshots import open_shared
 from harness.config.errors import ConfigError
 from harness.config.parallel import ParallelConfig
 from harness.config.precision import PrecisionKind
-from harness.config.schema import Config
+from harness.config.schema import Config, sharing
 from harness.core.rundir import RunDir, config_digest
 from harness.data.batches import Batches
 from harness.data.order.ledger import Ledger
 from harness.data.sources import RecordedData, describe_eod_token, make_rare_index, open_data
 from harness.distributed.collectives import all_reduce_min, gather_results, run_on_all_ranks, run_on_rank_zero
 from harness.distributed.compute_clock import ComputeClock
+from harness.distributed.determinism import DeterministicSettings
 from harness.distributed.fsdp import shard
 from harness.distributed.reduce_scatter import CommStats
 from harness.distributed.world import World, device_memory_bytes
@@ -109,7 +110,11 @@ def build(cfg: Config, world: World, run: RunDir, *, shares_snapshots: bool = Fa
     run_on_all_ranks(lambda: require_engine(cfg.precision, world.device))
     with torch.device("meta"):
         model = Transformer(
-            cfg.model, sequence_length=cfg.train.sequence_length, linear=linear, own_kernels=cfg.parallel.compile
+            cfg.model,
+            sequence_length=cfg.train.sequence_length,
+            linear=linear,
+            own_kernels=cfg.parallel.compile,
+            deterministic=cfg.run.deterministic,
         )
         fp8_layers = convert_to_fp8(model.blocks, cfg.precision)
     parallel = resolve_resharding(cfg)
@@ -237,13 +242,14 @@ def build_meter(cfg: Config, world: World) -> Meter:
     )
 
 
-def run_manifest(cfg: Config, parts: Parts) -> dict[str, Any]:
+def run_manifest(cfg: Config, parts: Parts, settings: DeterministicSettings) -> dict[str, Any]:
     """Build the manifest of this start, with the attention kernel and the cost of a rollback."""
-    attention = attention_backend(cfg, parts.world.device, deterministic=parts.model.deterministic)
+    num_rows = sharing(cfg, parts.world.size).micro_batch_slots
+    attention = attention_backend(cfg, parts.world.device, num_rows=num_rows, deterministic=parts.model.deterministic)
     return build_manifest(
         cfg,
         world_size=parts.world.size,
         device=parts.world.device,
         corpus_fingerprint=parts.batches.fingerprint(),
         num_parameters=num_parameters(cfg.model),
-    ) | {"attention": attention, "rollback": rollback_cost(cfg).as_dict()}
+    ) | {"attention": attention, "deterministic": settings.as_dict(), "rollback": rollback_cost(cfg).as_dict()}

@@ -39,6 +39,7 @@ from harness.core.state import RunState
 from harness.data.batch import Batch
 from harness.data.batch_facts import facts_to_record
 from harness.distributed.collectives import enter_on_all_ranks, run_on_all_ranks, run_on_rank_zero
+from harness.distributed.determinism import DeterministicSettings, deterministic_algorithms
 from harness.distributed.world import World, connected, rank_from_environment
 from harness.precision.attention import fast_attention
 from harness.precision.fp8.engine import require_engine
@@ -48,6 +49,7 @@ from harness.resume import Opened, open_run, resume
 from harness.run import Ending, Run
 from harness.run_corpus import resolve_run_data
 from harness.sentinel.device.step_report import HostFacts
+from harness.start_check import check_determinism
 from harness.step import apply_update, evaluate, forward_backward, gate, measure_held_out, reduce_signals
 from harness.telemetry.event_reporter import EventReporter
 from harness.telemetry.heartbeat import Heartbeat, Phase
@@ -259,6 +261,7 @@ def run_worker(cfg: Config, outfit: Outfit = as_built) -> int:
     check_world(cfg, world_size)
     with (
         signals_to(stop),
+        deterministic_algorithms(enabled=cfg.run.deterministic) as settings,
         fast_attention(),
         run_lease.holding(),
         connected(cfg.parallel, ranks_per_gpu=cfg.launch.ranks_per_gpu) as world,
@@ -268,10 +271,12 @@ def run_worker(cfg: Config, outfit: Outfit = as_built) -> int:
         opened = run_on_rank_zero(lambda: open_run(cfg, data))
         if opened.problem:
             raise ConfigError("", opened.problem)
-        return run_opened(cfg, opened, world, stop, outfit)
+        return run_opened(cfg, opened, world, stop, outfit, settings)
 
 
-def run_opened(cfg: Config, opened: Opened, world: World, stop: StopRequest, outfit: Outfit = as_built) -> int:
+def run_opened(
+    cfg: Config, opened: Opened, world: World, stop: StopRequest, outfit: Outfit, settings: DeterministicSettings
+) -> int:
     """Build all parts, resume from the newest checkpoint, train, and end the run."""
     directory = opened.run
     with (
@@ -284,8 +289,12 @@ def run_opened(cfg: Config, opened: Opened, world: World, stop: StopRequest, out
         StepProfiler(directory, cfg.profile, rank=world.rank, world_size=world.size, device=world.device) as profiler,
         emulate_half_matmul(cfg.precision.kind, world.device),
     ):
-        run_on_rank_zero(lambda: write_manifest(directory, run_manifest(cfg, parts)))
+        run_on_rank_zero(lambda: write_manifest(directory, run_manifest(cfg, parts, settings)))
         state, events = resume(cfg, parts, opened)
+        if settings.is_on and state.step < cfg.train.num_steps:
+            line = check_determinism(parts, state, cfg=cfg)
+            if world.is_first:
+                print(f"run.deterministic: {line}{settings.describe_kept()}", flush=True)
         for event in events:
             reporter.emit(event)
         if any(key.startswith("data.") for key in opened.changes):

@@ -21,7 +21,7 @@ LAYERS = (
     {"distributed"},
     {"model", "data", "optim", "sentinel", "checkpoint", "telemetry"},
     {"build", "control", "held_out", "huggingface", "planned_changes", "recovery", "resume", "run", "run_corpus"}
-    | {"step", "train"},
+    | {"start_check", "step", "train"},
     {"faults", "drills", "analysis"},
 )
 """Packages and modules of harness/, lowest layer first. Each imports from its layer and lower ones only; packages in
@@ -179,12 +179,12 @@ TORCH_FREE_MODULES = (
 """Modules that must not import torch, so that the command line and the offline tools start fast."""
 
 STEP_PATH = (
-    *("held_out.py", "recovery.py", "step.py", "train.py", "checkpoint/ring.py"),
+    *("held_out.py", "recovery.py", "start_check.py", "step.py", "train.py", "checkpoint/ring.py"),
     *("distributed/", "kernels/", "model/", "optim/", "precision/", "sentinel/"),
 )
 """Files and packages of harness/ whose code runs in a step: device-to-host copies need a mark there."""
 
-BRANCHING_MODULES = ("build.py", "control/", "recovery.py", "resume.py", "step.py", "train.py")
+BRANCHING_MODULES = ("build.py", "control/", "recovery.py", "resume.py", "start_check.py", "step.py", "train.py")
 """Modules in which a rank branches on a decision, in addition to the sentinel and the checkpoints."""
 
 SHARED_NAMES = {"main", "build_parser", "render", "read", "write", "draw", "load", "as_json", "as_text", "as_markdown"}

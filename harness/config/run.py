@@ -40,6 +40,10 @@ class RunConfig:
     """If an existing run is started with another configuration: reject it (same) or record the change (changed)."""
     preflight: PreflightPolicy = PreflightPolicy.warn
     """If a setting is known to make training unstable: print a warning (warn) or reject the start (strict)."""
+    deterministic: bool = False
+    """Give bit-identical results on GPUs: two starts, a resume, and a run after a skip, a rewind or a rollback, on the
+    same number of ranks. Every start computes its first batch twice and compares the bits. Costs speed
+    (docs/operations.md). Drills use it by default. CPU ranks are bit-identical with and without it."""
     lease_s: float = 60.0
     """Seconds without a lease renewal after which a start on another machine takes over a run; on the same machine it
     takes over as soon as the process is gone."""

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 from harness.config.checkpoint import CheckpointConfig
 from harness.config.data import DataConfig, DataKind
-from harness.config.errors import require
+from harness.config.errors import ConfigError, require
 from harness.config.launch import LaunchConfig
 from harness.config.model import ModelConfig
 from harness.config.optim import OptimConfig, ScheduleKind
 from harness.config.parallel import ClusterConfig, ParallelConfig
-from harness.config.precision import FP8_SIDE, PrecisionConfig, PrecisionKind
+from harness.config.precision import FP8_SIDE, Fp8Recipe, PrecisionConfig, PrecisionKind
 from harness.config.profile import ProfileConfig, require_ranks
 from harness.config.run import EvalConfig, RunConfig, TrainConfig
 from harness.config.sentinel import SentinelConfig
@@ -53,6 +53,8 @@ class Config:
             require(optim.decay_steps <= limit, "optim.decay_steps", message)
         if self.precision.kind is PrecisionKind.fp8:
             check_fp8(self)
+        if self.run.deterministic and (reason := find_nondeterminism(self)):
+            raise ConfigError("run.deterministic", f"must be false with {reason}")
         eod = self.data.eod_token
         message = f"must be an id in 0 .. {model.vocab_size - 1} (model.vocab_size), or null, got {eod}"
         require(eod is None or 0 <= eod < model.vocab_size, "data.eod_token", message)
@@ -64,6 +66,13 @@ class Config:
             rare = self.data.synthetic.rare_tokens
             message = f"must be at most model.vocab_size - 2 ({model.vocab_size - 2}), got {rare}"
             require(rare <= model.vocab_size - 2, "data.synthetic.rare_tokens", message)
+
+
+def find_nondeterminism(cfg: Config) -> str:
+    """The setting that cannot give bit-identical results, and why; empty: none."""
+    if cfg.precision.kind is PrecisionKind.fp8 and cfg.precision.fp8.recipe is Fp8Recipe.delayed:
+        return "precision.fp8.recipe=delayed: its amax history is in no checkpoint and no snapshot; use current"
+    return ""
 
 
 def check_fp8(cfg: Config) -> None:

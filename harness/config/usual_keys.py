@@ -50,6 +50,8 @@ USUAL_KEYS = {
     "output_dir": "run.dir",
     "out_dir": "run.dir",
     "run_name": "run.name",
+    "deterministic_mode": "run.deterministic",
+    "use_deterministic_algorithms": "run.deterministic",
     "dataset": "data.sources",
     "eos_token_id": "data.eod_token",
     "eod_token_id": "data.eod_token",

@@ -52,6 +52,12 @@ class ComputeClock:
             self._pending.append(_Region(self._step, self._begun, _record_event()))
             self._begun = None
 
+    def discard_step(self) -> None:
+        """Forget the forward passes of the current step, which do not belong to it."""
+        self._begun = None
+        while self._pending and self._pending[-1].step == self._step:
+            self._pending.pop()
+
     def finish_step(self) -> float:
         """End a step; return the seconds of the newest step whose events are all read, 0 if there is none."""
         self._step += 1

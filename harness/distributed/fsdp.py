@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ from harness.distributed.torch_private import chunk_cat
 from harness.distributed.torch_private.attention_ops import ATTENTION_OPS
 from harness.distributed.torch_private.compiled_call import discard_compiled_call
 from harness.distributed.torch_private.fsdp_param import cast_on_copy
+from harness.distributed.torch_private.inductor_options import compile_options
 from harness.distributed.world import World
 from harness.precision.fp8.linear import Fp8Linear
 from harness.precision.mixed_precision import fp32_matmul_mode, is_emulating
@@ -122,16 +124,23 @@ def wrap(block: nn.Module, cfg: ParallelConfig, *, recomputing: AbstractContextM
     is_fp8 = any(isinstance(module, Fp8Linear) for module in block.modules())
     compiles_inside = cfg.compile and is_fp8 and kind is ActivationCheckpointing.full
     if compiles_inside:
-        setattr(block, ADVANCE, torch.compile(getattr(block, ADVANCE), fullgraph=True))
+        setattr(block, ADVANCE, torch.compile(getattr(block, ADVANCE), fullgraph=True, options=compile_options()))
     _checkpoint_activations(block, kind, recomputing=None if cfg.compile else recomputing)
     if cfg.compile and not compiles_inside:
-        block.compile(fullgraph=True)
+        block.compile(fullgraph=True, options=compile_options())
 
 
 def unwrap(block: nn.Module) -> None:
     """Undo `wrap`, so that hooks inside the block are called."""
     discard_compiled_call(block)
     vars(block).pop(ADVANCE, None)
+
+
+def run_eagerly(blocks: Iterable[nn.Module], cfg: ParallelConfig) -> None:
+    """Run compiled blocks without the compiler from now on, with their activations checkpointed as before."""
+    for block in blocks:
+        unwrap(block)
+        wrap(block, replace(cfg, compile=False))
 
 
 def _checkpoint_activations(

@@ -21,13 +21,15 @@ from typing import Any
 import harness
 from harness.config import compose
 from harness.config.errors import EXIT_DONE, ConfigError, require
-from harness.config.schema import Config
+from harness.config.parallel import DeviceKind
+from harness.config.schema import Config, find_nondeterminism
 from harness.core import events, rundir
 from harness.core.events import RunEnded, RunStarted
 from harness.core.locking import run_lease
 from harness.core.rundir import RunDir, write_atomically
 
 TWIN = "twin.json"
+DETERMINISTIC = "run.deterministic="
 NOT_IN_TWIN_KEY = (
     "run.name",
     "run.dir",
@@ -41,8 +43,15 @@ NOT_IN_TWIN_KEY = (
 
 
 def configure(train: Sequence[str], overrides: Sequence[str]) -> Config:
-    """Compose the training config of a drill, without replays; overrides of the command line come last."""
+    """Compose the training config of a drill, without replays; overrides of the command line come last.
+
+    A run that may use a GPU is deterministic, so that it can be compared with its twin bit for bit, unless an override
+    sets `run.deterministic` or another setting does not allow it.
+    """
     cfg = compose.load([*train, "telemetry.replay_s=0", *overrides])
+    is_chosen = any(override.lstrip("+~").startswith(DETERMINISTIC) for override in [*train, *overrides])
+    if not is_chosen and cfg.parallel.device is not DeviceKind.cpu and not find_nondeterminism(cfg):
+        cfg = replace(cfg, run=replace(cfg.run, deterministic=True))
     require(cfg.run.name is None, "run.name", "must not be set: a drill is named after its scenario")
     require(not cfg.launch.dry_run, "launch.dry_run", "must be false: a drill starts two real runs")
     return cfg

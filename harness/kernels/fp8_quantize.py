@@ -107,26 +107,39 @@ def count_underflow(before: Tensor, after: Tensor, scale: Tensor, row: Tensor, *
     """
     height, width = before.shape
     grid = (height, triton.cdiv(width, BLOCK))
-    _count_underflow[grid](before, after, scale, row, width, before.stride(0), after.stride(0), every, BLOCK)
+    counts = empty_counts(row)
+    _count_underflow[grid](before, after, scale, row, counts, width, before.stride(0), after.stride(0), BLOCK)
+    add_counts(counts, [row], every=every)
+
+
+def empty_counts(like: Tensor, num_rows: int = 1) -> Tensor:
+    """Zero underflow and nonzero counts of so many rows of a meter. They are integers, so that atomic sums are exact in
+    any order; a meter's own fp32 sums are not, beyond 2**24 sampled values."""
+    return torch.zeros(num_rows, 2, dtype=torch.int32, device=like.device)
+
+
+def add_counts(counts: Tensor, rows: Sequence[Tensor], *, every: int) -> None:
+    """Add the counts of one matrix to the rows of its meters; each counted value stands for `every`."""
+    for of_row, row in zip(counts, rows, strict=True):
+        row[2:4].add_(of_row, alpha=every)
 
 
 @triton.jit
-def _count_underflow(before, after, scale, row, width, before_stride, after_stride, every, block: tl.constexpr):
+def _count_underflow(before, after, scale, row, counts, width, before_stride, after_stride, block: tl.constexpr):
     at = tl.program_id(1) * block + tl.arange(0, block)
     inside = at < width
     line = tl.program_id(0).to(tl.int64)
     values = tl.load(before + line * before_stride + at, mask=inside, other=0.0)
     quantized = tl.load(after + line * after_stride + at, mask=inside, other=0)
-    add_to_meter(row, values, (quantized & 0x7F) == 0, scale, every)
+    count_zeros(row, counts, values, (quantized & 0x7F) == 0, scale)
 
 
 @triton.jit
-def add_to_meter(row, values, is_zero, scale, every):
-    """Add the counts of a piece of a row, where each value stands for `every`: a power of two, so that the atomic sums
-    are exact in any order."""
+def count_zeros(row, counts, values, is_zero, scale):
+    """Add the counts of a piece of a row, and record the scale in the meter's row."""
     is_nonzero = values != 0
-    tl.atomic_add(row + 2, (tl.sum((is_nonzero & is_zero).to(tl.int32)) * every).to(tl.float32))
-    tl.atomic_add(row + 3, (tl.sum(is_nonzero.to(tl.int32)) * every).to(tl.float32))
+    tl.atomic_add(counts, tl.sum((is_nonzero & is_zero).to(tl.int32)))
+    tl.atomic_add(counts + 1, tl.sum(is_nonzero.to(tl.int32)))
     if tl.program_id(0) + tl.program_id(1) == 0:
         recorded, current = tl.load(row + 1), tl.load(scale)
         tl.store(row + 1, tl.where(recorded > 0, tl.minimum(recorded, current), current))

@@ -17,7 +17,9 @@ from harness.kernels.fp8_quantize import (
     BLOCK,
     NUM_WARPS,
     QuantizedTiles,
-    add_to_meter,
+    add_counts,
+    count_zeros,
+    empty_counts,
     empty_tiles,
     fit_scales,
     max_value,
@@ -72,7 +74,9 @@ def count_swiglu_underflow(
     `underflow`: scaled values up to this become zero. The rows have contiguous columns.
     """
     grid = (len(gate), triton.cdiv(gate.shape[1], BLOCK))
-    _count_swiglu_underflow[grid](gate, up, scale, row, gate.shape[1], gate.stride(0), every, underflow, BLOCK)
+    counts = empty_counts(row)
+    _count_swiglu_underflow[grid](gate, up, scale, row, counts, gate.shape[1], gate.stride(0), underflow, BLOCK)
+    add_counts(counts, [row], every=every)
 
 
 def count_swiglu_grad_underflow(
@@ -87,8 +91,10 @@ def count_swiglu_grad_underflow(
 ) -> None:
     """The same for the gradients of gate and up; `gradient` has the strides of `gate` and `up`."""
     grid = (len(gate), triton.cdiv(gate.shape[1], BLOCK))
-    rest = gate.shape[1], gate.stride(0), every, underflow, BLOCK
+    counts = empty_counts(rows[0], len(rows))
+    rest = counts, gate.shape[1], gate.stride(0), underflow, BLOCK
     _count_swiglu_grad_underflow[grid](gradient, gate, up, *scales, *rows, *rest)
+    add_counts(counts, rows, every=every)
 
 
 @triton.jit
@@ -115,10 +121,10 @@ def _row_at(width, stride, block: tl.constexpr):
 
 
 @triton.jit
-def _count_swiglu_underflow(gate, up, scale, row, width, stride, every, underflow: tl.constexpr, block: tl.constexpr):
+def _count_swiglu_underflow(gate, up, scale, row, counts, width, stride, underflow: tl.constexpr, block: tl.constexpr):
     at, inside = _row_at(width, stride, block)
     product = _swiglu(tl.load(gate + at, mask=inside, other=0.0), tl.load(up + at, mask=inside, other=0.0))
-    add_to_meter(row, product, _underflows(product, scale, underflow), scale, every)
+    count_zeros(row, counts, product, _underflows(product, scale, underflow), scale)
 
 
 @triton.jit
@@ -130,17 +136,17 @@ def _count_swiglu_grad_underflow(
     up_scale,
     gate_row,
     up_row,
+    counts,
     width,
     stride,
-    every,
     underflow: tl.constexpr,
     block: tl.constexpr,
 ):
     at, inside = _row_at(width, stride, block)
     grad, gate_values = tl.load(gradient + at, mask=inside, other=0.0), tl.load(gate + at, mask=inside, other=0.0)
     grad_gate, grad_up = _swiglu_grads(grad, gate_values, tl.load(up + at, mask=inside, other=0.0))
-    add_to_meter(gate_row, grad_gate, _underflows(grad_gate, gate_scale, underflow), gate_scale, every)
-    add_to_meter(up_row, grad_up, _underflows(grad_up, up_scale, underflow), up_scale, every)
+    count_zeros(gate_row, counts, grad_gate, _underflows(grad_gate, gate_scale, underflow), gate_scale)
+    count_zeros(up_row, counts + 2, grad_up, _underflows(grad_up, up_scale, underflow), up_scale)
 
 
 @triton.jit

@@ -4,7 +4,7 @@
 |---|---|
 | `scaled_dot_product_attention`: cuDNN on Hopper, then FlashAttention | default |
 | Transformer Engine's cuDNN kernels (`harness.precision.te_attention`) | deterministic, on a GPU |
-| `flex_attention` with a block-sparse mask | documents on a GPU; deterministic without Transformer Engine |
+| `flex_attention` with a block-sparse mask | documents on a GPU; deterministic without Transformer Engine or if long |
 
 Determinism: the second and third kernel give the same bits every time by themselves. `scaled_dot_product_attention` is
 deterministic on a CPU, and on a GPU under `torch.use_deterministic_algorithms(True)`, which excludes cuDNN: then it
@@ -28,12 +28,13 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from harness.config.model import AttentionKind, ModelConfig
 from harness.config.schema import Config
+from harness.distributed.torch_private.inductor_options import compile_options
 from harness.model.attention_mask import MASK_BLOCK, BlockSparseMask, build_block_mask, document_mask
 from harness.model.mup import attention_scale
 from harness.precision.fp8.linear import project
 from harness.precision.fused_qkv import apply_rope, can_fuse_qkv, project_qkv_rope
 from harness.precision.mixed_precision import DTYPES
-from harness.precision.te_attention import te_attention, te_attention_obstacle
+from harness.precision.te_attention import te_attention, te_attention_obstacle, te_workspace_bytes
 
 LinearFactory = Callable[[int, int], nn.Module]
 """(in_features, out_features) -> a linear layer without bias."""
@@ -42,6 +43,8 @@ AttentionMask = Tensor | BlockSparseMask | None
 """Dense (bool, broadcastable to [B, H, S, S]) or block-sparse; None: only causal."""
 
 HALF = (torch.bfloat16, torch.float16)
+MAX_WORKSPACE_BYTES = 8 * 2**30
+"""Most memory that Transformer Engine may take beside the activations; `flex_attention` takes none."""
 MIN_FLEX_HEAD_DIM = 16
 """The smallest head that `flex_attention` multiplies on a GPU."""
 
@@ -152,7 +155,7 @@ def attend_blocks(query: Tensor, key: Tensor, value: Tensor, mask: BlockSparseMa
 @cache
 def _compiled_attend_blocks() -> Callable[..., Any]:
     """For blocks that are not compiled: without the compiler, `flex_attention` would store all scores."""
-    return torch.compile(attend_blocks, fullgraph=True)
+    return torch.compile(attend_blocks, fullgraph=True, options=compile_options())
 
 
 @contextmanager
@@ -186,13 +189,24 @@ def mask_documents(cfg: ModelConfig, documents: Tensor) -> Tensor | BlockSparseM
     return document_mask(documents)
 
 
-def needs_causal_blocks(cfg: ModelConfig, sequence_length: int) -> bool:
+def needs_causal_blocks(cfg: ModelConfig, num_rows: int, sequence_length: int) -> bool:
     """Whether deterministic attention without documents needs the block-sparse kernel on a GPU."""
-    return bool(te_attention_obstacle(cfg.head_dim)) and not flex_obstacle(cfg, sequence_length)
+    return bool(te_obstacle(cfg, num_rows, sequence_length)) and not flex_obstacle(cfg, sequence_length)
 
 
-def attention_backend(cfg: Config, device: torch.device, *, deterministic: bool) -> str:
-    """The kernel that computes attention in this run, with the reason if it is not the first choice."""
+def te_obstacle(cfg: ModelConfig, num_rows: int, sequence_length: int) -> str:
+    """Why deterministic attention is not left to Transformer Engine, in words; empty if it is."""
+    workspace_bytes = te_workspace_bytes(num_rows, cfg.num_heads, sequence_length)
+    if not (obstacle := te_attention_obstacle(cfg.head_dim)) and workspace_bytes > MAX_WORKSPACE_BYTES:
+        return f"Transformer Engine would need {workspace_bytes / 2**30:.0f} GiB for the backward pass of a layer"
+    return obstacle
+
+
+def attention_backend(cfg: Config, device: torch.device, *, num_rows: int, deterministic: bool) -> str:
+    """The kernel that computes attention in this run, with the reason if it is not the first choice.
+
+    `num_rows`: sequences of a micro-batch.
+    """
     documents, model = cfg.data.document_mask, cfg.model
     sdpa = "scaled_dot_product_attention" + (" with a dense mask" if documents else "")
     if device.type != "cuda" or not (documents or deterministic):
@@ -201,8 +215,9 @@ def attention_backend(cfg: Config, device: torch.device, *, deterministic: bool)
         return f"{sdpa}: precision is {cfg.precision.kind}"
     if model.attention is AttentionKind.fp32:
         return f"{sdpa}: model.attention is fp32"
-    no_te, no_flex = te_attention_obstacle(model.head_dim), flex_obstacle(model, cfg.train.sequence_length)
-    if not documents and not no_te:
+    length = cfg.train.sequence_length
+    no_te, no_flex = te_obstacle(model, num_rows, length), flex_obstacle(model, length)
+    if not documents and (not no_te or (no_flex and not te_attention_obstacle(model.head_dim))):
         return "Transformer Engine, cuDNN's deterministic backward pass"
     reasons = ([] if documents else [no_te]) + ([no_flex] if no_flex else [])
     return ": ".join([sdpa if no_flex else "flex_attention, block-sparse", *(["; ".join(reasons)] if reasons else [])])

@@ -238,7 +238,7 @@ class Transformer(nn.Module):
 
     def _hidden(self, tokens: Tensor, *, mask: AttentionMask, probed: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         """The input of the head, and the square sums of the sampled layers over the `probed` sequences [B]."""
-        if mask is None and self.deterministic and tokens.is_cuda and needs_causal_blocks(self.cfg, tokens.shape[1]):
+        if mask is None and self.deterministic and tokens.is_cuda and needs_causal_blocks(self.cfg, *tokens.shape):
             mask = causal_block_mask(tokens.shape[1], tokens.device)
         hidden: Tensor = self.embedding_norm(self.embedding(tokens))
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]

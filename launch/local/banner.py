@@ -46,7 +46,7 @@ def banner_rows(cfg: Config, log: list[Event], *, nproc: int, num_nodes: int, is
         "batch": f"{train.batch_size:,} sequences of {train.sequence_length:,} = {tokens:,} tokens a step",
         "length": f"{train.num_steps:,} steps, {train.num_steps * tokens:,} tokens",
         "ranks": ranks_text(cfg, nproc=nproc, num_nodes=num_nodes, is_gpu=is_gpu),
-        "precision": str(cfg.precision.kind) + (", compiled" if cfg.parallel.compile else ""),
+        "precision": precision_text(cfg),
         "data": data_text(cfg),
         "sentinel": sentinel_preset(cfg.sentinel),
         "checkpoints": checkpoints_text(cfg),
@@ -81,6 +81,11 @@ def ranks_text(cfg: Config, *, nproc: int, num_nodes: int, is_gpu: bool) -> str:
     if cfg.parallel.replicate > 1:
         return f"{where}, {cfg.parallel.replicate} replicas sharded over {world_size // cfg.parallel.replicate}"
     return where + (f", sharded over {world_size}" if world_size > 1 else "")
+
+
+def precision_text(cfg: Config) -> str:
+    words = {"compiled": cfg.parallel.compile, "deterministic": cfg.run.deterministic}
+    return ", ".join([str(cfg.precision.kind), *(word for word, is_on in words.items() if is_on)])
 
 
 def data_text(cfg: Config) -> str:

@@ -308,8 +308,8 @@ def existing_parents(path: Path) -> set[Path]:
 
 
 def remove_rejected_run(run: RunDir, existing: set[Path]) -> None:
-    """Remove what a rejected start has created: its run directory, if it is new and no step was logged."""
-    if run.path in existing or run.events.exists():
+    """Remove what a rejected start has created: its run directory, if it is new and nothing was logged."""
+    if run.path in existing or log_size(run.events) > 0:
         return
     shutil.rmtree(run.path, ignore_errors=True)
     with suppress(OSError):

@@ -151,6 +151,7 @@ def test_overrides_win_over_the_settings_of_a_size() -> None:
         ("data.stratify.rare_below=-1", "data.stratify.rare_below: must be 0 (off) or more, got -1"),
         ("data.stratify.max_per_batch=0", "data.stratify.max_per_batch: must be at least 1, got 0"),
         ("launch.ranks_per_gpu=0", "launch.ranks_per_gpu: must be at least 1, got 0"),
+        ("run.deterministic=maybe", "run.deterministic: "),
         ("launch.spares=-1", "launch.spares: must be 0 or more, got -1"),
         ("launch.spares=2", "launch.spares: must be 0 with launch.nodes=1, got 2: a single machine cannot be replaced"),
         ("optim.warmup_steps=999", "optim.warmup_steps: must not exceed train.num_steps=200, got 999"),
@@ -246,3 +247,13 @@ def test_every_usual_name_leads_to_a_key() -> None:
         section, _, last = key.rpartition(".")
         assert key in keys or last in compose.keys_of(section), name
         assert name not in compose.leaf_keys(), f"{name} is a key itself"
+
+
+def test_a_deterministic_run_rejects_delayed_scaling() -> None:
+    """Its amax history is lost at a resume; without fp8 the recipe does not matter."""
+    fp8 = ["run.deterministic=true", "precision=fp8_emulated"]
+    assert composed.load(fp8).run.deterministic
+    assert composed.load(["run.deterministic=true", "precision=bf16", "precision.fp8.recipe=delayed"]).run.deterministic
+    assert composed.load(["precision=fp8_emulated", "precision.fp8.recipe=delayed"]).run.deterministic is False
+    with pytest.raises(ConfigError, match=r"^run\.deterministic: must be false with precision\.fp8\.recipe=delayed: "):
+        composed.load([*fp8, "precision.fp8.recipe=delayed"])

@@ -28,6 +28,7 @@ from harness.distributed.torch_private.flight_recorder import recorded_collectiv
 from harness.distributed.torch_private.foreach import foreach_add_, foreach_copy_, foreach_norm
 from harness.distributed.torch_private.fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from harness.distributed.torch_private.fsdp_param import cast_on_copy, fsdp_params
+from harness.distributed.torch_private.inductor_options import PINNED, compile_options
 from harness.distributed.torch_private.operator_mode import OperatorMode
 from harness.distributed.torch_private.pytree import tree_map
 from harness.distributed.torch_private.storage_info import StorageInfo
@@ -248,3 +249,15 @@ def test_forward_hooks() -> None:
 def test_mkldnn_support(name: str) -> None:
     """`harness.precision.mixed_precision` asks whether the CPU has half-precision matmuls."""
     assert isinstance(getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")(), bool)
+
+
+@pytest.mark.full
+def test_inductor_has_the_pinned_options() -> None:
+    """torch.compile raises if it does not know an option or if its value has another type."""
+    assert compile_options() is None
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert compile_options() == PINNED
+        torch.compile(torch.square, options=compile_options())
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -90,3 +90,19 @@ def test_a_resumed_run_does_not_count_as_a_finished_twin(tmp_path: Path) -> None
         append_line(run.events, to_json(event))
     assert isinstance(list(events.read(run.events))[-1], RunEnded)
     assert not directories.has_finished(run)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], True),
+        (["parallel.device=cuda"], True),
+        (["parallel.device=cpu"], False),
+        (["run.deterministic=false"], False),
+        (["parallel.device=cpu", "run.deterministic=true"], True),
+        (["precision=fp8_emulated"], True),
+        (["precision=fp8_emulated", "precision.fp8.recipe=delayed"], False),
+    ],
+)
+def test_drills_that_may_use_a_gpu_are_deterministic(tmp_path: Path, overrides: list[str], expected: bool) -> None:
+    assert config(tmp_path, *overrides).run.deterministic is expected

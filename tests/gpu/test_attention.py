@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,6 +25,7 @@ from harness.config.parallel import ActivationCheckpointing
 from harness.config.schema import Config
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
+from harness.distributed.determinism import DeterministicSettings
 from harness.distributed.fsdp import wrap
 from harness.distributed.shards import local
 from harness.distributed.world import connect, disconnect
@@ -332,7 +332,7 @@ def test_a_run_with_documents_trains_as_with_the_dense_mask(
     losses += train(parts, cfg, 4, 8)
     held_out = evaluate(parts, RunState(), cfg=cfg).loss
     assert isinstance(parts.model.mask_documents(parts.batches[0].documents), BlockSparseMask)
-    assert run_manifest(cfg, parts)["attention"] == "flex_attention, block-sparse"
+    assert run_manifest(cfg, parts, DeterministicSettings())["attention"] == "flex_attention, block-sparse"
     disconnect()
 
     monkeypatch.setattr(harness.model.attention_layer, "flex_obstacle", lambda *_: "for comparison")
@@ -351,14 +351,13 @@ def test_a_run_with_documents_trains_as_with_the_dense_mask(
 @pytest.mark.parametrize(
     "overrides", [["parallel.compile=true"], ["data.document_mask=false", "parallel.compile=true"]], ids=" ".join
 )
-def test_two_deterministic_runs_have_the_same_gradients(monkeypatch: pytest.MonkeyPatch, overrides: list[str]) -> None:
+def test_two_deterministic_runs_have_the_same_gradients(overrides: list[str]) -> None:
     """The gradients of attention's weights, at a length where cuDNN's own backward pass differs."""
-    monkeypatch.setattr("harness.build.Transformer", partial(Transformer, deterministic=True))
     gradients = []
     for _ in range(2):
-        parts, cfg = start("train.sequence_length=2048", "model.dim=512", *overrides)
+        parts, cfg = start("run.deterministic=true", "train.sequence_length=2048", "model.dim=512", *overrides)
         forward_backward(parts, parts.batches[0], cfg=cfg, probe=False)
-        print(run_manifest(cfg, parts)["attention"])
+        print(run_manifest(cfg, parts, DeterministicSettings())["attention"])
         gradients.append(
             {name: local(p.grad).clone() for name, p in parts.update.parameters.items() if p.grad is not None}
         )

@@ -63,6 +63,19 @@ def test_underflow_counts_match_torch(monkeypatch: pytest.MonkeyPatch, sample: i
     assert plain[Column.underflows] > 0
 
 
+def test_counts_beyond_the_exact_integers_of_fp32_do_not_depend_on_the_order() -> None:
+    """A meter that stands at 2**25 cannot count single values; the 8 rows of this matrix are added to it at once."""
+    from harness.kernels.fp8_quantize import count_underflow
+
+    values = torch.zeros(8, 16, device=DEVICE, dtype=torch.bfloat16)
+    values[:, 3] = 1.0
+    row = torch.zeros(len(Column), device=DEVICE)
+    row[Column.nonzeros] = 2.0**25
+    count_underflow(values, values.to(FORWARD).view(torch.uint8), torch.ones((), device=DEVICE), row, every=1)
+    assert row[Column.nonzeros].item() == 2**25 + 8
+    assert row[Column.underflows].item() == 0
+
+
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy warns in the interpreter
 @pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
 @pytest.mark.parametrize("dtype", [FORWARD, GRADIENT])

@@ -263,6 +263,7 @@ def test_reference_attention_uses_the_dense_mask(make_config: MakeConfig) -> Non
 
 
 SDPA, DENSE = "scaled_dot_product_attention", "scaled_dot_product_attention with a dense mask"
+HEADS = "model.num_heads=8"
 NO_TE, DOCUMENTS = "Transformer Engine is not installed", "data.document_mask=true"
 
 
@@ -273,6 +274,13 @@ NO_TE, DOCUMENTS = "Transformer Engine is not installed", "data.document_mask=tr
         ([], True, "", "Transformer Engine, cuDNN's deterministic backward pass"),
         ([], True, NO_TE, f"flex_attention, block-sparse: {NO_TE}"),
         (["train.sequence_length=200"], True, NO_TE, f"{SDPA}: {NO_TE}; sequences of 200 are not a multiple of 128"),
+        (
+            ["train.sequence_length=32768", HEADS],
+            True,
+            "",
+            "flex_attention, block-sparse: Transformer Engine would need 32 GiB for the backward pass of a layer",
+        ),
+        (["train.sequence_length=32704", HEADS], True, "", "Transformer Engine, cuDNN's deterministic backward pass"),
         (["precision=fp32"], True, "", f"{SDPA}: precision is fp32"),
         (["model.attention=fp32"], True, "", f"{SDPA}: model.attention is fp32"),
         ([DOCUMENTS], False, NO_TE, "flex_attention, block-sparse"),
@@ -287,9 +295,9 @@ def test_backend_in_words(
 ) -> None:
     monkeypatch.setattr(harness.model.attention_layer, "te_attention_obstacle", lambda _head_dim: obstacle)
     cfg = load(["precision=bf16", "train.sequence_length=256", *overrides])
-    assert attention_backend(cfg, CUDA, deterministic=deterministic) == expected
+    assert attention_backend(cfg, CUDA, num_rows=2, deterministic=deterministic) == expected
     on_cpu = DENSE if DOCUMENTS in overrides else SDPA
-    assert attention_backend(cfg, torch.device("cpu"), deterministic=deterministic) == on_cpu
+    assert attention_backend(cfg, torch.device("cpu"), num_rows=2, deterministic=deterministic) == on_cpu
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")

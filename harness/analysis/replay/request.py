@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -58,10 +59,18 @@ def plan_replay(run: RunDir, cfg: Config, log: History, iteration: int, *, ranks
         checkpoint=path.checkpoint,
         steps=path.records,
         older=history.older_checkpoint(log, iteration, good, path.checkpoint),
-        exactly=ranks == world_size and not cfg.parallel.compile,
+        exactly=ranks == world_size and can_reproduce(run, cfg),
         with_samples=False,
         tamper=partial(repeat_data_fault, run.path.resolve(), world_size) if run.drill.exists() else None,
     )
+
+
+def can_reproduce(run: RunDir, cfg: Config) -> bool:
+    """Whether a replay on as many ranks gives the same bits as the run."""
+    if cfg.run.deterministic:
+        return True
+    manifest = json.loads(run.manifest.read_text(encoding="utf-8")) if run.manifest.exists() else {}
+    return not cfg.parallel.compile and manifest.get("hardware", {}).get("device", "cpu") == "cpu"
 
 
 def repeat_data_fault(run: Path, world_size: int, parts: Parts) -> None:

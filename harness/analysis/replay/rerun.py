@@ -1,6 +1,7 @@
 """Runs a replay on all ranks: restore a checkpoint, repeat the steps up to the guilty one, and repeat that one.
 
-How: model, optimizer and data are built from the run's configuration, not compiled, so that modules can be hooked. Each
+How: model, optimizer and data are built from the run's configuration, not compiled, so that modules can be hooked. A
+deterministic run (`run.deterministic`) is replayed compiled if it was, for the same bits, up to the first hook. Each
 step before the guilty one is compared with the log. The guilty step is computed twice from the same state and compared
 with the log, the second time as a probed step, and a third time with every operation watched. Then the loss of the
 guilty batch is compared with that of the batches before it, on this state and on an older one. On request the step is
@@ -43,6 +44,8 @@ from harness.core.events import StepRecord, encode
 from harness.core.rundir import RunDir, write_atomically
 from harness.core.state import RunState
 from harness.distributed.collectives import all_reduce_sum, gather_results
+from harness.distributed.determinism import deterministic_algorithms
+from harness.distributed.fsdp import run_eagerly
 from harness.distributed.shards import local
 from harness.distributed.world import World, connected
 from harness.precision.attention import fast_attention
@@ -89,6 +92,7 @@ class ReplayResult:
 def run_replay_worker(request: ReplayRequest, cfg: Config) -> int:
     """One rank's part of a replay; rank 0 writes the result."""
     with (
+        deterministic_algorithms(enabled=cfg.run.deterministic),
         fast_attention(),
         connected(cfg.parallel, ranks_per_gpu=cfg.launch.ranks_per_gpu) as world,
         closing_parts(build(cfg, world, RunDir(request.run))) as parts,
@@ -121,8 +125,14 @@ def replay_steps(request: ReplayRequest, parts: Parts, cfg: Config, world: World
     reached = clone(tensors)
     first = StepNumbers.of(replay_step(parts, cfg, guilty))
     copy_back(tensors, reached)
-    probed, measured = measure_guilty_step(parts, cfg, guilty)
-    second = StepNumbers.of(probed)
+    if cfg.parallel.compile:
+        second = StepNumbers.of(replay_step(parts, cfg, guilty, probe=True))
+        copy_back(tensors, reached)
+        run_eagerly(parts.model.blocks, cfg.parallel)
+        _, measured = measure_guilty_step(parts, cfg, guilty)
+    else:
+        probed, measured = measure_guilty_step(parts, cfg, guilty)
+        second = StepNumbers.of(probed)
     copy_back(tensors, reached)
     seen = watch_guilty_step(parts, cfg, guilty, first, reached)
     copy_back(tensors, reached)
@@ -241,7 +251,11 @@ def replay_in_fp32(
     The weights and moments of the state are fp32 in every precision. Loss scale and fp8 scales belong to the format and
     are left out.
     """
-    in_fp32 = replace(cfg, precision=replace(cfg.precision, kind=PrecisionKind.fp32))
+    in_fp32 = replace(
+        cfg,
+        precision=replace(cfg.precision, kind=PrecisionKind.fp32),
+        parallel=replace(cfg.parallel, compile=False),
+    )
     with closing_parts(build(in_fp32, world, RunDir(request.run))) as parts:
         if request.tamper is not None:
             request.tamper(parts)
@@ -272,8 +286,12 @@ def copy_back(tensors: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
 
 
 def replay_config(cfg: Config) -> Config:
-    """The run's configuration for a replay: not compiled, without snapshots and checkpoints."""
+    """The run's configuration for a replay: without snapshots and checkpoints, compiled only if the same bits are
+    promised."""
     ring = replace(cfg.checkpoint.ring, slots=0)
+    is_compiled = cfg.parallel.compile and cfg.run.deterministic
     return replace(
-        cfg, parallel=replace(cfg.parallel, compile=False), checkpoint=replace(cfg.checkpoint, ring=ring, every_steps=0)
+        cfg,
+        parallel=replace(cfg.parallel, compile=is_compiled),
+        checkpoint=replace(cfg.checkpoint, ring=ring, every_steps=0),
     )

@@ -22,7 +22,8 @@ from typing import final
 from harness.core.events import StepRecord
 
 LOSS_TOLERANCE, NORM_TOLERANCE = 1e-3, 0.05
-"""Relative tolerances if the replay cannot be bit-identical: another world size, another device, or a compiled run."""
+"""Relative tolerances if the replay cannot be bit-identical: another world size or another device, or a run that was
+compiled or on GPUs without run.deterministic."""
 ALIKE = 0.5
 """The batch is bad on both states if its excess on the older state is at least this fraction of its excess now."""
 STANDS_OUT = 0.1

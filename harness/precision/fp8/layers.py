@@ -16,7 +16,6 @@ from typing import final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import one_hot
 
 from harness.config.precision import Fp8Config, Fp8Recipe, PrecisionConfig, PrecisionKind
 from harness.precision.fp8.formats import LIMITS
@@ -138,7 +137,8 @@ class Fp8Layers:
         is_saturated = (amax * scale > SATURATION_MARGIN * self.limits).to(torch.float32)
         bins = (scale.log2() - SCALE_EXPONENTS.start) / SCALE_EXPONENTS.step
         bin_index = bins.nan_to_num(0.0).clamp(0, len(SCALE_EXPONENTS) - 1).to(torch.int64)
-        scales = one_hot(bin_index, len(SCALE_EXPONENTS)) * is_seen[..., None]
+        bin_numbers = torch.arange(len(SCALE_EXPONENTS), device=bin_index.device)
+        scales = (bin_index[..., None] == bin_numbers) * is_seen[..., None]
         sums = {
             "fp8_zeros": (self.members @ underflows).flatten(),
             "fp8_nonzeros": (self.members @ nonzeros).flatten(),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from harness.config.sentinel import DetectConfig
+from harness.distributed.torch_private.inductor_options import compile_options
 from harness.sentinel.detect import baseline
 from harness.sentinel.detect.baseline import Number, State
 
@@ -62,7 +63,9 @@ class GateDecision(NamedTuple):
 class Gate:
     def __init__(self, cfg: DetectConfig, *, device: torch.device, compiled: bool = False) -> None:
         """`compiled`: fuse some 250 scalar operations into a few kernels."""
-        self._decide = torch.compile(decide_update, fullgraph=True) if compiled else decide_update
+        self._decide = decide_update
+        if compiled:
+            self._decide = torch.compile(decide_update, fullgraph=True, options=compile_options())
         self._cfg = cfg
         self._planned = torch.tensor([0.0, 1.0], dtype=torch.float64, device=device).unbind()
         self.history = first_history(device)

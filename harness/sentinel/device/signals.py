@@ -124,10 +124,13 @@ class Signals:
         self._comm_stats = comm_stats
         self._parameters = dict(parameters)
         groups = [layout.groups.index(group_of(name)) for name in parameters]
-        self._width = max(Counter(groups).values())
-        places = [group * self._width + groups[:number].count(group) for number, group in enumerate(groups)]
-        self._places = torch.tensor(places, device=world.device)
-        """Index of each parameter in a flat table with one row per layer group."""
+        table = torch.full((len(layout.groups), max(Counter(groups).values())), -1)
+        for number, group in enumerate(groups):
+            table[group, groups[:number].count(group)] = number
+        self._is_filled = (table >= 0).to(world.device)
+        """[groups, width]: a table with one row per layer group; cells at the end of a row may have no parameter."""
+        self._parameter_numbers = table.clamp(min=0).view(-1).to(world.device)
+        """The parameter of each cell; any number in an empty cell."""
         self._source_numbers = torch.arange(len(layout.sources), device=world.device)[:, None]
         self.clear()
 
@@ -255,5 +258,5 @@ class Signals:
 
     def _by_group(self, sums: Tensor) -> Tensor:
         """This rank's share of the sum of each layer group, from one number per parameter."""
-        table = sums.new_zeros(len(self.layout.groups) * self._width).scatter_(0, self._places, sums)
-        return table.view(-1, self._width).sum(dim=1) / self._world.replicate
+        cells = sums.index_select(0, self._parameter_numbers).view_as(self._is_filled)
+        return torch.where(self._is_filled, cells, 0.0).sum(dim=1) / self._world.replicate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,7 @@ from harness import train
 from harness.analysis.replay import history
 from harness.analysis.replay.measured_step import add_measurements
 from harness.analysis.replay.replay_text import render
-from harness.analysis.replay.request import ReplayRequest, repeat_data_fault
+from harness.analysis.replay.request import ReplayRequest, can_reproduce, repeat_data_fault
 from harness.analysis.replay.rerun import replay_config, run_replay_worker
 from harness.build import Parts
 from harness.checkpoint import catalog
@@ -137,6 +138,41 @@ def test_guilty_step_is_measured(ranks: Pool, victim: RunDir) -> None:
     reproduced = [replace(records[35], token_loss_counts=[])]
     add_measurements(reproduced, found | {"nature": "deterministic"})
     assert reproduced[0].v_norm == probed["v_norm"]
+
+
+def test_numbers_are_compared_exactly_where_the_bits_are_promised(tmp_path: Path) -> None:
+    """On CPUs without compilation, or in a deterministic run; a compiled replay needs the same promise."""
+    run = RunDir(tmp_path)
+    for device, is_compiled, is_deterministic, expected in (
+        ("cpu", "false", "false", True),
+        ("cpu", "true", "false", False),
+        ("cuda", "false", "false", False),
+        ("cuda", "true", "true", True),
+    ):
+        run.manifest.write_text(json.dumps({"hardware": {"device": device}}))
+        cfg = load([*TINY, f"parallel.compile={is_compiled}", f"run.deterministic={is_deterministic}"])
+        assert can_reproduce(run, cfg) is expected
+        assert replay_config(cfg).parallel.compile is (cfg.parallel.compile and cfg.run.deterministic)
+    run.manifest.unlink()
+    assert can_reproduce(run, load(TINY)), "a run without a manifest is an old one"
+
+
+COMPILED = ("parallel.compile=true", "run.deterministic=true", "train.num_steps=14", "run.name=compiled")
+
+
+@pytest.mark.full
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_a_compiled_deterministic_run_is_replayed_compiled(ranks: Pool, tmp_path: Path) -> None:
+    """The hooks that measure the step are called although its blocks are compiled."""
+    assert ranks.run(2, train_in, str(tmp_path), *RUN, *COMPILED) == [0, 0]
+    found = replay_on(ranks, RunDir(tmp_path / "compiled"), iteration=13, overrides=COMPILED)
+    assert (found["checkpoint"], found["left_the_log_at"], found["nature"]) == (
+        "step-00000010-gen-0",
+        None,
+        "deterministic",
+    )
+    assert found["first"] == found["second"] == found["logged"]
+    assert {point["point"] for point in found["measured"]["activations"]} >= {"blocks.0.attention", "blocks.1.mlp"}
 
 
 FP16 = ("precision=fp16", "precision.initial_loss_scale=1e9", "run.name=scaled", "train.num_steps=20")

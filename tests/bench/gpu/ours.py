@@ -11,6 +11,7 @@ import torch
 from harness.build import build
 from harness.core.rundir import RunDir
 from harness.distributed import fsdp
+from harness.distributed.determinism import deterministic_algorithms
 from harness.distributed.reduce_scatter import CommStats, MeasuredReduceScatter
 from harness.distributed.world import World
 from harness.model.size import num_parameters
@@ -29,6 +30,7 @@ class Variant(NamedTuple):
 VARIANTS = {
     "ours-bf16": Variant("bf16", ("precision=bf16",)),
     "ours-bf16-cluster": Variant("bf16, single-rank shortcuts off", ("precision=bf16",), has_shortcuts=False),
+    "ours-bf16-deterministic": Variant("bf16, deterministic", ("precision=bf16", "run.deterministic=true")),
     "ours-fp8": Variant("fp8", ("precision=fp8",)),
     "ours-fp8-delayed": Variant("fp8 delayed", ("precision=fp8", "precision.fp8.recipe=delayed")),
 }
@@ -38,9 +40,11 @@ VARIANTS = {
 def start(name: str, world: World, setting: Setting, run: RunDir) -> Iterator[Entry]:
     variant = VARIANTS[name]
     cfg = setting.config(*variant.overrides)
-    with nullcontext() if variant.has_shortcuts else without_shortcuts(world.device):
-        parts = build(cfg, world, run)
-    with closing(parts):
+    with (
+        deterministic_algorithms(enabled=cfg.run.deterministic),
+        nullcontext() if variant.has_shortcuts else without_shortcuts(world.device),
+        closing(build(cfg, world, run)) as parts,
+    ):
         count = sum(parameter.numel() for parameter in parts.model.parameters())
         assert count == num_parameters(cfg.model), f"{count:,} parameters"
         with_sentinel, without_sentinel = sentinel.build_sides(cfg, parts, run)

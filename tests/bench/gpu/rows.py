@@ -50,6 +50,7 @@ TORCHTITAN, TORCHAO = "torchtitan", "torchao"
 ROWS = {
     "ours-bf16": Row("this harness, bf16, sentinel on and off", OURS, is_ours=True),
     "ours-bf16-cluster": Row("the same with FSDP's copies, which a single rank could skip", OURS, is_ours=True),
+    "ours-bf16-deterministic": Row("this harness, bf16, run.deterministic=true", OURS, is_ours=True),
     "ours-fp8": Row("this harness, fp8, current scaling", OURS, is_ours=True),
     "ours-fp8-delayed": Row("this harness, fp8, delayed scaling", OURS, is_ours=True),
     "torchtitan-shipped": Row(

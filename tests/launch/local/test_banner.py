@@ -58,6 +58,9 @@ def test_rows_of_a_larger_run(tmp_path: Path) -> None:
     assert rehearsal == "4 ranks, 4 on each GPU: a rehearsal, collectives go over loopback, sharded over 4"
     assert rows["data"] == "text (embedded) 50%, synthetic (synthetic) 50%, 1 planned phases"
     assert rows["checkpoints"].startswith("every 100 steps or every 30 minutes")
+    fast = config(tmp_path, "precision=bf16", "parallel.compile=true", "run.deterministic=true")
+    precision = banner_rows(fast, [], nproc=1, num_nodes=1, is_gpu=True)["precision"]
+    assert precision == "bf16, compiled, deterministic"
 
 
 @pytest.mark.parametrize("width", [60, 130])
