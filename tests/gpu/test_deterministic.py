@@ -144,12 +144,16 @@ def test_one_rank_in_one_process(tmp_path: Path) -> None:
     assert found == {"line": "the first batch, computed twice, gave the same bits", "equal": True, "pending": 0}
 
 
+SHARED_CONTROL = pytest.mark.xdist_group("deterministic-control")
+
+
 @pytest.fixture(scope="module")
 def control(runs: Path) -> RunDir:
     """Two ranks, bf16, compiled, without a fault."""
     return train(prepare(TWO_RANKS, RunDir(runs / "control")))
 
 
+@SHARED_CONTROL
 def test_two_starts_and_a_killed_rank_on_two_ranks(runs: Path, control: RunDir) -> None:
     """The other start is the drill: until the kill it is a second start, after it a resumed one."""
     victim = train(prepare(TWO_RANKS, RunDir(runs / "killed"), "kill_rank", f"drill.fault.at={TWO_RANKS.killed_at}"))
@@ -179,6 +183,7 @@ def test_two_starts_and_a_killed_rank(tmp_path: Path, setting: Setting) -> None:
     assert_identical(*runs)
 
 
+@SHARED_CONTROL
 def test_a_rewind_and_a_rollback_are_identical_to_the_control_run(runs: Path, control: RunDir) -> None:
     rewound, rolled_back = train_at_once(
         prepare(TWO_RANKS, RunDir(runs / "rewound"), "lr_spike"),
@@ -205,6 +210,7 @@ def harness(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 
 
+@SHARED_CONTROL
 def test_a_replay_gives_the_logged_bits(runs: Path, control: RunDir) -> None:
     """Compiled, like the run: from the newest checkpoint before the iteration."""
     done = harness("replay", str(control.path), "--iteration", "117", cwd=runs)
