@@ -45,7 +45,8 @@ def te_attention_obstacle(head_dim: int) -> str:
     if head_dim > MAX_HEAD_DIM or head_dim % HEAD_DIM_MULTIPLE:
         return f"heads of {head_dim} are not multiples of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}"
     try:
-        _kernels()
+        with torch.device("cpu"):  # a model may be under construction on the meta device
+            _kernels()
     except (ImportError, OSError, RuntimeError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         return f"Transformer Engine fails to load: {reason[0]}"

@@ -41,7 +41,7 @@ OURS, TITAN = ("ours-bf16", "ours-fp8", "ours-fp8-delayed"), "torchtitan"
 NUM_STEPS = 3
 """Profiled steps."""
 KINDS: Mapping[str, Sequence[str]] = {
-    "attention": ("sdpa", "cudnn::fusion", "fmha", "flash"),
+    "attention": ("sdpa", "cudnn::fusion", "fmha", "flash", "flex_attention"),
     "quantization and transposition, including SwiGLU's": (
         "_quantize_",
         "_fit_scale",
