@@ -261,7 +261,7 @@ def test_documents_in_a_block(kind: ActivationCheckpointing, compiled: bool) -> 
 
 
 def test_selective_checkpointing_saves_flex_attention() -> None:
-    """A compiled block runs the forward kernel once."""
+    """A compiled block runs the forward kernel once. The profiler lists a kernel on the host and on the device."""
     documents = random_documents(NUM_ROWS, LENGTH, mean_length=100.0)
     counts = {}
     for kind in KINDS:
@@ -272,7 +272,8 @@ def test_selective_checkpointing_saves_flex_attention() -> None:
         names = [event.name for event in profiler.events() or () if event.name.startswith("triton_tem")]
         counts[str(kind)] = sum("flex_attention" in name and "backward" not in name for name in names)
         print(kind, names)
-    assert counts == {"none": 1, "selective": 1, "full": 2}
+    assert counts["none"] > 0
+    assert counts == {"none": counts["none"], "selective": counts["none"], "full": 2 * counts["none"]}
 
 
 SMALL = (

@@ -36,7 +36,7 @@ ON_GPU = (
     "telemetry.postmortem=false",
 )
 SIZES = {
-    "tiny": ("train.sequence_length=96",),
+    "tiny": (),
     "125m": (
         "model.dim=768",
         "model.num_layers=12",
