@@ -28,7 +28,7 @@ from harness.distributed.torch_private.compiled_call import discard_compiled_cal
 from harness.distributed.torch_private.fsdp_param import cast_on_copy
 from harness.distributed.world import World
 from harness.precision.fp8.linear import Fp8Linear
-from harness.precision.mixed_precision import fp32_matmul_mode
+from harness.precision.mixed_precision import fp32_matmul_mode, is_emulating
 
 
 def shard(
@@ -96,9 +96,10 @@ def _selective_contexts() -> Any:
 
 
 def _with_recomputation(contexts: Callable[[], Any] | None, recomputing: AbstractContextManager[Any]) -> Any:
-    """The contexts of the forward pass and of the recomputation; `recomputing` is added to the latter."""
+    """The contexts of the forward pass and of the recomputation; `recomputing` is added to the latter, if the forward
+    pass, which calls this, emulates matmuls too: saved and recomputed tensors must have the same dtypes."""
     forward, recomputation = (nullcontext(), nullcontext()) if contexts is None else contexts()
-    return forward, _enter_both(recomputation, recomputing)
+    return forward, _enter_both(recomputation, recomputing) if is_emulating() else recomputation
 
 
 @contextmanager

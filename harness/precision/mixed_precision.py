@@ -11,7 +11,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -53,10 +53,16 @@ def emulate_half_matmul(kind: PrecisionKind, device: torch.device) -> Iterator[N
 def fp32_matmul_mode(dtype: torch.dtype, device: torch.device) -> TorchFunctionMode | None:
     """The function mode that computes matmuls of `dtype` in fp32; None if the device does not need it.
 
-    Function modes are off inside a backward pass, so recomputed activations must enter the mode again.
+    Function modes are off inside a backward pass, so recomputed activations must enter the mode again, if the forward
+    pass was in it (`is_emulating`).
     """
     is_needed = device.type == "cpu" and dtype is not torch.float32 and not has_native_matmul(dtype)
     return Fp32MatmulMode(dtype) if is_needed else None
+
+
+def is_emulating() -> bool:
+    """Whether matmuls are computed in fp32 now."""
+    return Fp32MatmulMode.depth > 0
 
 
 def has_native_matmul(dtype: torch.dtype) -> bool:
@@ -78,9 +84,21 @@ class Fp32MatmulMode(TorchFunctionMode):
         {F.linear, F.scaled_dot_product_attention, torch.mm, torch.matmul, Tensor.mm, Tensor.matmul, Tensor.__matmul__}
     )
 
+    depth: ClassVar[int] = 0
+    """How many of these modes are entered."""
+
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self._dtype = dtype
+
+    def __enter__(self) -> Self:
+        Fp32MatmulMode.depth += 1
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        Fp32MatmulMode.depth -= 1
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})

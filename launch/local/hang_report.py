@@ -19,6 +19,8 @@ from typing import Any, NamedTuple, final
 
 FRAME = re.compile(r'File "(.+?)", line (\d+) in (\S+)')
 OURS = re.compile(r"(?:^|/)((?:harness|launch)/.+\.py)$")
+NCCL_BARRIER = "all_reduce_barrier"
+"""NCCL has no barrier of its own."""
 MOST_NAMED = 8
 """Ranks that a line names one by one."""
 
@@ -61,11 +63,14 @@ def parse_dump(text: str) -> list[Call]:
 
 def _call(entry: Mapping[str, Any]) -> Call:
     name, description = (*entry["process_group"], "")[:2]
-    operation = str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"])
+    backend, _, operation = str(entry["profiling_name"]).rpartition(":")
     sizes = "".join(f"[{' x '.join(str(size) for size in shape)}]" for shape in entry.get("input_sizes", []))
     is_finished = bool(entry.get("retired")) or entry.get("state") == "completed"
-    group = f"{description or 'group'} {name}".strip()
-    return Call(group, int(entry["collective_seq_id"]), operation.removeprefix("_"), sizes, is_finished)
+    group = " ".join(word for word in (backend, description or "group", name) if word)  # each backend has its own count
+    if operation == NCCL_BARRIER:
+        operation, sizes = "barrier", ""
+    name_of_api = operation.removeprefix("_").removesuffix("_base")
+    return Call(group, int(entry["collective_seq_id"]), name_of_api, sizes, is_finished)
 
 
 def main_thread_place(stacks: str) -> str:

@@ -31,6 +31,8 @@ OBSERVE_EVERY_S = 1.0
 LITTLE = 0.05
 """Share of all memory in use: with less than this free, a rank that SIGKILL ended probably ran out of memory."""
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
+CPU_ALLOCATOR = ("can't allocate memory", "not enough memory")
+"""Words of torch's CPU allocator; which of them depends on the platform it was built for."""
 ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (\w+)|Unable to allocate ([\d.]+) (\w+)")
 
 
@@ -50,7 +52,7 @@ def memory_kind(error: BaseException) -> str:
     if isinstance(error, torch.OutOfMemoryError) or ("CUDA" in text and "out of memory" in text):
         return "GPU memory"
     is_host = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-    return "memory" if is_host or "can't allocate memory" in text else ""
+    return "memory" if is_host or any(words in text for words in CPU_ALLOCATOR) else ""
 
 
 def asked_bytes(text: str) -> int | None:

@@ -8,7 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import chdir
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -34,7 +34,7 @@ from harness.distributed.reduce_scatter import MeasuredReduceScatter
 from harness.distributed.shards import local
 from harness.distributed.world import World, connect
 from harness.faults.site import intercept
-from harness.run import Run
+from harness.run import Ending, Run
 from harness.step import finish_step, forward_backward, loss_sums
 from tests.composed import load
 
@@ -76,7 +76,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     joined = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         joined.update(name.encode())
-        joined.update(full(tensor).detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+        joined.update(full(tensor).detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return joined.hexdigest()
 
 
@@ -87,7 +87,9 @@ def initial_weights_digest(*overrides: str) -> str:
 
 
 def _build(cfg: Config, world: World | None = None) -> Parts:
-    return build(cfg, world or connect(cfg.parallel), RunDir(Path("/nonexistent")))
+    return build(
+        cfg, world or connect(cfg.parallel, ranks_per_gpu=cfg.launch.ranks_per_gpu), RunDir(Path("/nonexistent"))
+    )
 
 
 def run(directory: str, *overrides: str) -> tuple[int, list[StepRecord]]:
@@ -97,6 +99,25 @@ def run(directory: str, *overrides: str) -> tuple[int, list[StepRecord]]:
     path = rundir.locate(cfg).events if cfg.run.name else None
     records = [] if path is None else [event for event in events.read(path) if isinstance(event, StepRecord)]
     return code, records
+
+
+def run_with_sync_as_error(directory: str, *overrides: str) -> list[StepRecord]:
+    """A whole run on CUDA in which a host sync after the fourth step is an error; returns its records."""
+    loop = train.train
+    cfg = tiny(*overrides, "run.name=guarded", directory=directory)
+
+    def guarded_loop(run: Run) -> Ending:
+        loop(replace(run, cfg=replace(cfg, train=replace(cfg.train, num_steps=4))))
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return loop(run)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    with patch.object(train, "train", guarded_loop):
+        assert train.run_worker(cfg) == 0
+    return [event for event in events.read(rundir.locate(cfg).events) if isinstance(event, StepRecord)]
 
 
 def run_in_fp8(directory: str, *overrides: str) -> list[bool | None]:
@@ -169,7 +190,7 @@ def step(
 def run_refused_step(value: float, faulty_rank: int, *overrides: str) -> dict[str, Any]:
     """A poisoned step between two clean ones, and a control run without the poisoned step."""
     cfg = tiny(*overrides)
-    world = connect(cfg.parallel)
+    world = connect(cfg.parallel, ranks_per_gpu=cfg.launch.ranks_per_gpu)
     parts = _build(cfg, world)
     step(parts, cfg, 0)
     before = Snapshot.of(parts)
@@ -251,7 +272,7 @@ def replica_gradients(*overrides: str) -> tuple[Pairs, Pairs]:
     """Gradients of the first batch with an all-reduce between replicas in each micro-batch and with one of their sum:
     first of gradients rounded to multiples of 2 ** -20, which fp32 adds exactly in any order, then as they are."""
     cfg = tiny(*overrides)
-    world = connect(cfg.parallel)
+    world = connect(cfg.parallel, ranks_per_gpu=cfg.launch.ranks_per_gpu)
 
     def coarsen(gradient: Tensor) -> None:
         gradient.mul_(2.0**20).round_().mul_(2.0**-20)
@@ -283,7 +304,7 @@ def replica_gradients(*overrides: str) -> tuple[Pairs, Pairs]:
 def gather_with_world_size_1(*overrides: str) -> dict[str, bool]:
     """Whether world_size 1 copies the weights of a block only once, with results bit-equal to plain FSDP."""
     cfg = tiny(*overrides)
-    world = connect(cfg.parallel)
+    world = connect(cfg.parallel, ranks_per_gpu=cfg.launch.ranks_per_gpu)
     own, plain = _build(cfg, world), _build(cfg, world)
     given = [each.all_gather_inputs[0].data_ptr() for each in _sharded(own)]
     for parameter in _sharded(plain):

@@ -50,10 +50,11 @@ def _serve(pipe: Connection) -> None:
 
 
 class Pool:
-    """Up to four ranks, started when first needed."""
+    """Up to four ranks, started when first needed. `reuses=False` starts new ones for each case."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, reuses: bool = True) -> None:
         self._workers: list[tuple[BaseProcess, Connection]] = []
+        self._reuses = reuses
 
     def run(self, size: int, case: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Run the case on `size` ranks; results in rank order."""
@@ -70,15 +71,23 @@ class Pool:
                     "MASTER_PORT": str(port),
                 }
                 pipe.send((case, arguments, environment))
-            return self._collect(size)
+            results = self._collect(size)
+        if not self._reuses:
+            self.close()
+        return results
 
     def _collect(self, size: int) -> list[Any]:
         results: list[Any] = []
-        for rank, (_, pipe) in enumerate(self._workers[:size]):
+        for rank, (process, pipe) in enumerate(self._workers[:size]):
             if not pipe.poll(CASE_TIMEOUT_S):
                 self.close(force=True)
                 raise AssertionError(f"rank {rank} did not answer in {CASE_TIMEOUT_S} s")
-            succeeded, result = pipe.recv()
+            try:
+                succeeded, result = pipe.recv()
+            except EOFError:
+                process.join()
+                self.close(force=True)
+                raise AssertionError(f"rank {rank} of {size} ended with exit code {process.exitcode}") from None
             if not succeeded:
                 self.close(force=True)
                 raise AssertionError(f"rank {rank} of {size} failed:\n{result}")

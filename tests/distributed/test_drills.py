@@ -6,6 +6,7 @@ stopped, copied, and continued with and without the fault.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,7 @@ from harness.config.schema import Config
 from harness.core.rundir import RunDir
 from harness.drills import directories, scenario
 from harness.drills.drill_record import DrillRecord
-from harness.drills.score import BoundStatus, Card, score_run
+from harness.drills.score import Bound, BoundStatus, Card, score_run
 from tests.analysis.postmortem.causes import INJECTED, blamed
 from tests.distributed import drill_cases
 from tests.distributed.common_part import copy_common_part
@@ -72,13 +73,13 @@ def cached_config(overrides: tuple[str, ...]) -> Config:
     return directories.configure(overrides, ())
 
 
-def run_drill(ranks: Pool, runs: Path, name: str) -> Card:
-    """The score card of a scenario, from the two run directories."""
+def run_drill(ranks: Pool, runs: Path, name: str, run_overrides: Sequence[str] = RUN_OVERRIDES) -> Card:
+    """The score card of a scenario on two ranks, from the two run directories."""
     drill = scenario.load_scenario(name)
     # two starts, and the time between them means nothing
     drill = replace(drill, expected=replace(drill.expected, starts=2), bounds=replace(drill.bounds, seconds=None))
     has_own_length = sum(override.startswith("train.num_steps=") for override in drill.train) > 1
-    overrides = (*drill.train, *RUN_OVERRIDES, *(() if has_own_length else (SHORT,)))
+    overrides = (*drill.train, *run_overrides, *(() if has_own_length else (SHORT,)))
     num_common = (drill.fault.at - MARGIN) // 5 * 5
     twin = RunDir(runs / f"twin-{abs(hash(overrides))}-{num_common}")
     if not twin.path.exists():
@@ -101,11 +102,14 @@ def continue_common_part(
     return ranks.run(2, drill_cases.run, str(run.path))
 
 
+def broken_bounds(card: Card) -> dict[str, Bound]:
+    return {bound.name: bound for bound in card.bounds if bound.verdict not in (BoundStatus.held, BoundStatus.free)}
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "nan_grad" else pytest.mark.full) for name in SCENARIOS]
 )
 def test_a_drill_passes_its_score_card(ranks: Pool, runs: Path, name: str) -> None:
     card = run_drill(ranks, runs, name)
-    broken = {bound.name: bound for bound in card.bounds if bound.verdict not in (BoundStatus.held, BoundStatus.free)}
-    assert not broken, card.score.remarks
+    assert not broken_bounds(card), card.score.remarks
     assert blamed(runs / f"drill-{name}") is INJECTED[name], "the post-mortem blames what was injected"

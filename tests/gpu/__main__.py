@@ -1,6 +1,7 @@
 """Runs all tests that need CUDA and prints a Markdown summary.
 
     python -m tests.gpu [pytest arguments]
+    python -m tests.gpu -n 6 --dist loadgroup        on many cores; tests that share ranks stay together
 
 Exit code 2 without a CUDA device, otherwise pytest's.
 """
@@ -70,7 +71,9 @@ def main() -> int:
         print("tests.gpu: torch finds no CUDA device", file=sys.stderr)
         return 2
     summary = Summary()
-    code = pytest.main([str(DIRECTORY), *sys.argv[1:]], plugins=[summary])
+    arguments = sys.argv[1:]
+    selected = any(Path(argument.partition("::")[0]).exists() for argument in arguments)
+    code = pytest.main(arguments if selected else [str(DIRECTORY), *arguments], plugins=[summary])
     print(f"\n{versions()}\n\n{summary.table()}")
     return int(code)
 

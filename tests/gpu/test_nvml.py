@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from harness.core.rundir import RunDir
-from harness.telemetry.nvml import Nvml
+from harness.telemetry.nvml import GpuLoad, Nvml
 from harness.telemetry.system_sampler import SystemSampler
 
 pytestmark = [
@@ -25,17 +25,27 @@ def uuid() -> str:
     return str(torch.cuda.get_device_properties(0).uuid)
 
 
+def read_until_memory(gpus: Nvml, least_bytes: float) -> GpuLoad:
+    """Read until NVML, which updates its values a few times a second, shows this much memory in use."""
+    deadline = time.monotonic() + 30.0
+    while True:
+        (load,) = gpus.read()
+        assert load.memory_bytes is not None
+        if load.memory_bytes >= least_bytes:
+            return load
+        assert time.monotonic() < deadline, f"{load.memory_bytes} of {least_bytes:.0f} bytes in use"
+        time.sleep(0.05)
+
+
 def test_memory_power_and_temperature_are_measured() -> None:
     gpus = Nvml.open([uuid()])
     assert gpus is not None
     torch.zeros(1, device="cuda")
     (before,) = gpus.read()
+    assert before.memory_bytes is not None
     block = torch.zeros(BLOCK_BYTES, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
-    (after,) = gpus.read()
-    assert before.memory_bytes is not None
-    assert after.memory_bytes is not None
-    assert after.memory_bytes - before.memory_bytes >= 0.9 * block.numel()
+    after = read_until_memory(gpus, before.memory_bytes + 0.9 * block.numel())
     assert after.power_w is not None
     assert 10 < after.power_w < 2000
     assert after.temperature_c is not None
@@ -58,7 +68,7 @@ def test_utilization_rises_with_work() -> None:
 
 def test_reading_creates_no_context_and_imports_no_torch() -> None:
     program = (
-        f"import sys; from harness.telemetry.nvml import Nvml; gpus = Nvml.open([{uuid()!r}]); "
+        f"import sys; from harness.telemetry.nvml import GpuLoad, Nvml; gpus = Nvml.open([{uuid()!r}]); "
         "before = gpus.read()[0].memory_bytes; "
         "after = [gpus.read()[0].memory_bytes for _ in range(3)][-1]; "
         "sys.exit('torch' in sys.modules or abs(after - before) > 2**26)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from harness.config.precision import PrecisionKind
 from harness.distributed.fsdp import wrap
 from harness.model.transformer import Block, rotary_tables
 from harness.precision import mixed_precision
-from harness.precision.mixed_precision import DTYPES, emulate_half_matmul, fp32_matmul_mode, has_native_matmul, linear
+from harness.precision.mixed_precision import DTYPES, Fp32MatmulMode, emulate_half_matmul, has_native_matmul, linear
 from tests.composed import load
 
 CPU = torch.device("cpu")
@@ -86,12 +87,26 @@ def test_other_dtypes_and_operators_are_unchanged(dtype: torch.dtype) -> None:
     assert (half + half).dtype is dtype
 
 
-@pytest.mark.parametrize("kind", [ActivationCheckpointing.full, ActivationCheckpointing.selective])
+BOTH = pytest.mark.parametrize("kind", [ActivationCheckpointing.full, ActivationCheckpointing.selective])
+
+
+@BOTH
 def test_recomputed_activations_are_the_same(dtype: torch.dtype, kind: ActivationCheckpointing) -> None:
+    check_recomputed(dtype, kind)
+
+
+@BOTH
+def test_recomputation_outside_the_mode_is_outside_too(kind: ActivationCheckpointing) -> None:
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # of a CPU without bf16
+        check_recomputed(torch.bfloat16, kind)
+
+
+def check_recomputed(dtype: torch.dtype, kind: ActivationCheckpointing) -> None:
     cfg = load(["model.dim=32", "model.num_heads=4", "model.num_kv_heads=2", "model.ffn_dim=48"])
     plain, checkpointed = Block(cfg.model, linear=linear).to(dtype), Block(cfg.model, linear=linear).to(dtype)
     checkpointed.load_state_dict(plain.state_dict())
-    wrap(checkpointed, replace(cfg.parallel, activation_checkpointing=kind), recomputing=fp32_matmul_mode(dtype, CPU))
+    parallel = replace(cfg.parallel, activation_checkpointing=kind)
+    wrap(checkpointed, parallel, recomputing=Fp32MatmulMode(dtype))
     hidden = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
     cos, sin = (table.float() for table in rotary_tables(cfg.model, 6))
     found = []

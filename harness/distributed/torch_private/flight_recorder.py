@@ -1,7 +1,7 @@
 """The flight recorder: the last collectives of this process, as torch records them.
 
-Private API: `torch._C._distributed_c10d._dump_fr_trace_json`, or `_dump_nccl_trace_json` where only that exists.
-Checked on torch 2.13 with gloo; torch 2.11 with NCCL is not checked yet.
+Private API: `torch._C._distributed_c10d._dump_fr_trace_json` has the collectives of gloo, `_dump_nccl_trace_json` those
+of NCCL; a process with both backends has two recorders. Checked on torch 2.13 with gloo and on torch 2.11 with both.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ def record_collectives() -> None:
 
 
 def recorded_collectives() -> dict[str, Any]:
-    """The recorded collectives and process groups; empty if this torch has no recorder. Any thread may call it."""
+    """The recorded collectives of all backends; empty if this torch has no recorder. Any thread may call it."""
     module = getattr(torch._C, "_distributed_c10d", None)
-    for name in DUMPS:
-        if (dump := getattr(module, name, None)) is not None:
-            found: dict[str, Any] = json.loads(dump(includeCollectives=True, onlyActive=False))
-            return found
-    return {}
+    dumps = [dump for name in DUMPS if (dump := getattr(module, name, None)) is not None]
+    found: list[dict[str, Any]] = [json.loads(dump(includeCollectives=True, onlyActive=False)) for dump in dumps]
+    merged = {key: value for each in reversed(found) for key, value in each.items()}
+    return merged | {"entries": [entry for each in found for entry in each.get("entries", [])]}

@@ -100,7 +100,10 @@ def test_a_dump_is_parsed() -> None:
     entries = [entry(1), entry(2, state="started"), entry(3, state="scheduled", retired=True), entry(4, is_p2p=True)]
     calls = parse_dump(json.dumps({"entries": entries}))
     assert [(call.number, call.is_finished) for call in calls] == [(1, True), (2, False), (3, True)]
-    assert calls[0].describe() == "all_gather_base [2 x 8]"
+    assert calls[0].describe() == "all_gather [2 x 8]"
+    assert calls[0].group == "nccl default_pg 0"
+    (barrier,) = parse_dump(json.dumps({"entries": [entry(5, profiling_name="nccl:all_reduce_barrier")]}))
+    assert barrier.describe() == "barrier"
     assert parse_dump("{}") == []
 
 
@@ -171,7 +174,7 @@ def test_two_real_ranks_are_asked_while_they_hang(tmp_path: Path) -> None:
             process.send_signal(signal.SIGUSR2)
         wait_for([dump_file(tmp_path, rank) for rank in (0, 1)])
         line = explain_hang(read_answers(tmp_path, [0, 1]))
-        assert line.startswith("rank 0 called all_gather [8], number 4 of default_pg 0; rank 1 did not: it is at ")
+        assert line.startswith("rank 0 called all_gather [8], number 4 of gloo default_pg 0; rank 1 did not: it is at ")
         dump_file(tmp_path, 0).unlink()
         ranks[0].send_signal(signal.SIGUSR2)
         wait_for([dump_file(tmp_path, 0)])
