@@ -234,7 +234,7 @@ def test_sigusr1_does_not_count_towards_a_forced_kill(process: Launched) -> None
 def test_workers_die_with_a_launcher_that_was_killed(process: Launched) -> None:
     assert len(session_of(process.pid)) == 4
     os.kill(process.pid, signal.SIGKILL)
-    deadline = time.monotonic() + PATIENCE_S / 2
+    deadline = time.monotonic() + workers.PATIENCE_S / 2
     while session_of(process.pid):
         assert time.monotonic() < deadline, "an orphaned process"
         time.sleep(0.02)
