@@ -35,6 +35,8 @@ RUN_OVERRIDES = (
 )
 SHORT = "train.num_steps=88"
 """For scenarios that keep the length of `conf/drill/base.yaml`: the longest fault ends at 85."""
+OWN_LENGTHS = {"warmup_cut": "train.num_steps=66", "fp8_outlier": "train.num_steps=64"}
+"""Shorter than in `conf/drill`: the warm-up ends at 60, and the outlier at 58."""
 MARGIN = 8
 """Fewest steps between the common part and the fault: for two snapshots, and for the checkpoint to become good."""
 SCENARIOS = (
@@ -79,7 +81,8 @@ def run_drill(ranks: Pool, runs: Path, name: str, run_overrides: Sequence[str] =
     # two starts, and the time between them means nothing
     drill = replace(drill, expected=replace(drill.expected, starts=2), bounds=replace(drill.bounds, seconds=None))
     has_own_length = sum(override.startswith("train.num_steps=") for override in drill.train) > 1
-    overrides = (*drill.train, *run_overrides, *(() if has_own_length else (SHORT,)))
+    length = [OWN_LENGTHS[name]] if name in OWN_LENGTHS else [SHORT] * (not has_own_length)
+    overrides = (*drill.train, *run_overrides, *length)
     num_common = (drill.fault.at - MARGIN) // 5 * 5
     twin = RunDir(runs / f"twin-{abs(hash(overrides))}-{num_common}")
     if not twin.path.exists():

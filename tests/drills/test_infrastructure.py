@@ -38,7 +38,7 @@ TRAIN = (
     "parallel.device=cpu",
 )
 FAULT_OVERRIDES = ("drill.fault.at=27", "drill.expected.names_rank=false")
-KILLED_BY_FAULT = KillAtTime(after_s=50, rank=1, grace_s=0.3)
+KILLED_BY_FAULT = KillAtTime(after_s=150, rank=1, grace_s=0.3)
 """Rank 1 is killed by its fault; the other rank follows, as under a launcher."""
 
 
