@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -69,6 +70,8 @@ LONGEST_FIRST = (
 """Files that take ten seconds or more. They start first: a long file at the end would leave the other worker idle.
 Files that mostly wait come second, while the first one computes."""
 
+FULL_MARK = "pytest.mark.full"
+"""Every file with full tests holds this text; a collection fails for one that gets its mark from elsewhere."""
 
 settings.register_profile("no deadline", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("no deadline")
@@ -86,6 +89,16 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(num_cores() + is_full, 8)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import files without a full test for the full tests: that is two thirds of them, in every worker."""
+    is_left_out = config.option.markexpr == "full" and collection_path.match("test_*.py")
+    return True if is_left_out and not has_full_tests(collection_path) else None
+
+
+def has_full_tests(path: Path) -> bool:
+    return FULL_MARK in path.read_text()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Import test modules with fast imports; torch computes with one thread, because every core has a worker."""
@@ -98,6 +111,10 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort long files first; the order within a file does not change."""
+    full_files = {item.path for item in items if item.get_closest_marker("full")}
+    unseen = [str(path) for path in full_files if not has_full_tests(path)]
+    if unseen:
+        raise pytest.UsageError(f"{FULL_MARK} is not written in {', '.join(unseen)}: -m full would skip its tests")
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 

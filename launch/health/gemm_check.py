@@ -29,7 +29,8 @@ LIMIT_S = 0.5
 """For the products of one dtype, without the first, which loads kernels."""
 SPEED_S = 0.3
 """For the measurement of the speed."""
-GPU_SIZE, CPU_SIZE = 4096, 512
+GPU_SIZE, CPU_SIZE = 4096, 128
+"""Rows and columns. A CPU without bf16 multiplies it in a plain loop: two seconds for a matrix of 512."""
 NUM_GPU_PRODUCTS, NUM_CPU_PRODUCTS = 50, 6
 GPU_BATCH, CPU_BATCH = 20, 1
 """GEMMs between two readings of the clock."""

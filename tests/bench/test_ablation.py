@@ -131,5 +131,5 @@ def test_two_real_runs(tmp_path: Path) -> None:
 def test_a_sweep_is_stopped_at_its_time_limit(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     arguments = ["--steps", "1000000", "--seeds", "0", "--only", "warmup", "--jobs", "1", "--device", "cpu"]
-    assert ablation.main([*arguments, "--limit-s", "20", "--out", str(out), *SMALL]) == 0
+    assert ablation.main([*arguments, "--limit-s", "12", "--out", str(out), *SMALL]) == 0
     assert [run["has_ended"] for run in json.loads(out.read_text())] == [False, False]

@@ -25,7 +25,18 @@ from tests.bench.intervals import estimate
 from tests.bench.savers import CONTROL, OURS, Contender, Loop, Save, begin_torch, contenders, control, restore_torch
 
 ROOT = Path(__file__).parents[2]
-TINY = ["model=tiny", "data=synthetic", "train.batch_size=2", "train.sequence_length=64", "parallel.device=cpu"]
+TINY = [
+    "model=tiny",
+    "model.dim=32",
+    "model.num_layers=1",
+    "model.num_heads=4",
+    "model.num_kv_heads=2",
+    "model.ffn_dim=48",
+    "data=synthetic",
+    "train.batch_size=2",
+    "train.sequence_length=32",
+    "parallel.device=cpu",
+]
 
 
 def test_interval_covers_the_median_as_often_as_it_says() -> None:

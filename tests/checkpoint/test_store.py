@@ -459,7 +459,7 @@ def test_start_that_cannot_read_its_checkpoint_exits_75_and_resumes_later(
     before = tree(tmp_path / "a" / "checkpoints")
     overrides = [*cases.TINY, *LONGER, f"run.dir={tmp_path}", "launch.nproc=2", f"checkpoint.retry_s={RETRY_S}"]
     with Launched("launch.train", *overrides, output=tmp_path / "output", first=unmounted) as process:
-        assert process.wait(timeout=60) == 75
+        assert process.wait(timeout=200) == 75
         assert "Traceback" not in process.stderr
         complaints = [line for line in process.stderr.splitlines() if line.startswith("harness: ")]
     (complaint,) = complaints

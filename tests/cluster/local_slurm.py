@@ -29,6 +29,8 @@ from launch.local.ports import reserved_port
 NUM_NODES = 4
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "setpriv")
 UP_WITHIN_S = 30.0
+POLL_S = 0.5
+"""Not less: a look often starts a client of Slurm, which costs the cluster the cores that its jobs need."""
 CONFIGURATION = """\
 ClusterName=lab
 FirstJobId={first_job}
@@ -83,7 +85,7 @@ def wait_until(ready: Callable[[], bool], what: Callable[[], str], *, within_s: 
     deadline_s = time.monotonic() + within_s
     while not ready():
         assert time.monotonic() < deadline_s, f"not within {within_s:.0f} s: {what()}"
-        time.sleep(0.1)
+        time.sleep(POLL_S)
 
 
 @final

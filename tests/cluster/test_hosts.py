@@ -36,6 +36,8 @@ HANG_AFTER_S = 10.0
 DETECTED_WITHIN_S = HANG_AFTER_S + 30.0
 """The promised time (hang_after_s and ten seconds), with a margin for a busy machine."""
 STARTED_WITHIN_S = 200.0
+POLL_S = 0.3
+"""Not less: each look parses the whole log, and a test that looks all the time takes a core from the run."""
 PORT = 29500
 SECRET = "-".join(("hf", "fedcba9876543210"))
 """In two pieces: the manifest holds the uncommitted diff of the code, which may include this file."""
@@ -122,7 +124,7 @@ def wait_for(condition: Callable[[], bool], agents: Sequence[Launched]) -> None:
     while not condition():
         assert time.monotonic() < deadline, [agent.stderr for agent in agents]
         assert all(agent.poll() is None for agent in agents), [agent.stderr for agent in agents]
-        time.sleep(0.05)
+        time.sleep(POLL_S)
 
 
 def steps(run: RunDir) -> list[StepRecord]:

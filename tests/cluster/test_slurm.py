@@ -43,6 +43,7 @@ from tests.distributed.pool import Pool
 pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(bool(local_slurm.reason_to_skip()), reason=local_slurm.reason_to_skip()),
+    pytest.mark.timeout(900),
 ]
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +57,7 @@ OVERRIDES = (
 )
 UNCHECKED = "launch.slurm.health=false"
 LONG_MINUTES = 30
-TIMEOUT_S = 150.0
+TIMEOUT_S = 300.0
 """Importing torch takes seconds, and many processes import it at once."""
 
 

@@ -29,9 +29,10 @@ from tests.distributed import cases
 pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(bool(local_slurm.reason_to_skip()), reason=local_slurm.reason_to_skip()),
+    pytest.mark.timeout(900),
 ]
 
-TIMEOUT_S = 150.0
+TIMEOUT_S = 300.0
 PYTHON = """\
 #!/bin/bash
 echo "$SLURMD_NODENAME $*" >> {calls}

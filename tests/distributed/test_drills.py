@@ -28,11 +28,15 @@ RUN_OVERRIDES = (
     "checkpoint.every_steps=50",  # one that ends the common part is enough, and writing costs more than a step
     "parallel.device=cpu",
     "model.num_layers=2",
-    "train.sequence_length=96",
+    "train.sequence_length=64",
     "telemetry=plain",
     "telemetry.picture=false",
     "telemetry.postmortem=false",
 )
+SHORT = "train.num_steps=88"
+"""For scenarios that keep the length of `conf/drill/base.yaml`: the longest fault ends at 85."""
+OWN_LENGTHS = {"warmup_cut": "train.num_steps=66", "fp8_outlier": "train.num_steps=64"}
+"""Shorter than in `conf/drill`: the warm-up ends at 60, and the outlier at 58."""
 MARGIN = 8
 """Fewest steps between the common part and the fault: for two snapshots, and for the checkpoint to become good."""
 SCENARIOS = (
@@ -76,7 +80,9 @@ def run_drill(ranks: Pool, runs: Path, name: str, run_overrides: Sequence[str] =
     drill = scenario.load_scenario(name)
     # two starts, and the time between them means nothing
     drill = replace(drill, expected=replace(drill.expected, starts=2), bounds=replace(drill.bounds, seconds=None))
-    overrides = (*drill.train, *run_overrides)
+    has_own_length = sum(override.startswith("train.num_steps=") for override in drill.train) > 1
+    length = [OWN_LENGTHS[name]] if name in OWN_LENGTHS else [SHORT] * (not has_own_length)
+    overrides = (*drill.train, *run_overrides, *length)
     num_common = (drill.fault.at - MARGIN) // 5 * 5
     twin = RunDir(runs / f"twin-{abs(hash(overrides))}-{num_common}")
     if not twin.path.exists():

@@ -23,7 +23,7 @@ from tests.distributed.faulty_runs import FAULTY_LAYER, Fault, RankResult
 from tests.distributed.pool import Pool
 
 STEPS = (
-    "train.num_steps=50",
+    "train.num_steps=45",
     "optim.warmup_steps=5",
     "checkpoint.every_steps=5",
     "checkpoint.good_after_steps=3",
@@ -37,7 +37,7 @@ RARE_CHECKPOINTS = "checkpoint.every_steps=20"
 """For runs that never roll back to a checkpoint: writing them costs more than the steps."""
 
 
-COMMON_STEPS = 28
+COMMON_STEPS = 32
 """Runs that differ only later continue a copy of this part."""
 
 

@@ -67,7 +67,7 @@ def stalled_run(directory: str, num_steps: int, everything: bool) -> tuple[int, 
         with patch.object(train, "forward_backward", forward_backward):
             code = train.run_worker(cfg)
         if is_first:
-            reader.join(timeout=30)
+            reader.join(timeout=200)
             os.close(pipe)
         assert num_held > 0 or not (everything and is_first), "nothing has stalled"
     finally:

@@ -30,9 +30,15 @@ pytestmark = [
 
 SIZE = 2
 NUM_STEPS = 34
-TRAIN = (f"train.num_steps={NUM_STEPS}", "checkpoint.every_steps=10", "parallel.device=cpu")
+TRAIN = (
+    f"train.num_steps={NUM_STEPS}",
+    "train.sequence_length=32",
+    "model.num_layers=1",
+    "checkpoint.every_steps=10",
+    "parallel.device=cpu",
+)
 FAULT_OVERRIDES = ("drill.fault.at=27", "drill.expected.names_rank=false")
-KILLED_BY_FAULT = KillAtTime(after_s=50, rank=1, grace_s=0.3)
+KILLED_BY_FAULT = KillAtTime(after_s=150, rank=1, grace_s=0.3)
 """Rank 1 is killed by its fault; the other rank follows, as under a launcher."""
 
 

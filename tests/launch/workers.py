@@ -67,7 +67,7 @@ def exit_late(_cfg: Config) -> int:
 
 
 def patient(cfg: Config) -> int:
-    """Runs until a stop request, then takes half a second, like a run that saves a checkpoint."""
+    """Runs until a stop request, then takes two seconds, like a run that saves a checkpoint."""
     stop = StopRequest()
     with signals_to(stop):
         (locate(cfg).path / f"ready-{rank()}").touch()
@@ -76,7 +76,7 @@ def patient(cfg: Config) -> int:
             if time.monotonic() > deadline:
                 return 1
             time.sleep(0.05)
-        time.sleep(0.5)
+        time.sleep(2.0)
         (locate(cfg).path / f"saved-{rank()}").write_text(stop.reason)
     return 75
 

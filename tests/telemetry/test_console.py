@@ -101,7 +101,7 @@ def test_a_terminal_shows_a_progress_bar_below_the_permanent_lines(
         console.close()
         console.print("goodbye")
         terminal.close()
-        output = screen.result(timeout=30)
+        output = screen.result(timeout=200)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output)
     assert "━" in text
     assert "\x1b[2K" in output
@@ -137,7 +137,7 @@ print("to the end", file=sys.stderr)
     process.stdout.close()
     assert process.stderr.read() == "to the end\n"
     process.stderr.close()
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=200) == 0
 
 
 def test_the_closing_lines(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def test_a_drill_of_another_size_and_seed_has_the_same_cause(ranks: Pool, runs: 
     drill = scenario.load_scenario(name, ["drill.seed=11", f"drill.fault.at={FAULT_AT}"])
     victim = RunDir(runs / name)
     overrides = [*drill.train, *SIZE, *QUIET, "run.seed=5", "train.batch_size=12", "checkpoint.every_steps=50"]
+    overrides.append(f"train.num_steps={FAULT_AT + 10}")
     cfg = directories.configure(overrides, ())
     copy_common_part(ranks, runs, cfg, FAULT_AT - 8, victim)
     directories.write_config(cfg, victim)
@@ -52,7 +53,7 @@ def test_a_rate_far_too_high_from_the_first_step(ranks: Pool, tmp_path: Path) ->
 def test_a_resume_that_moves_the_schedule(ranks: Pool, tmp_path: Path) -> None:
     """A cosine schedule at its end, and a resume with four times the steps: the rate is ten times as high at once."""
     common = ("run.name=longer", "run.seed=4", "optim.warmup_steps=5", "optim.lr=0.003", *SIZE, *QUIET)
-    ranks.run(2, faulty_runs.run, str(tmp_path), None, *common, "train.num_steps=80")
-    longer = tiny(*common, "train.num_steps=320", "run.resume=changed", directory=str(tmp_path))
-    ranks.run(2, run_until, longer, 150)
+    ranks.run(2, faulty_runs.run, str(tmp_path), None, *common, "train.num_steps=50")
+    longer = tiny(*common, "train.num_steps=200", "run.resume=changed", directory=str(tmp_path))
+    ranks.run(2, run_until, longer, 90)
     assert blamed(tmp_path / "longer") is Cause.lr_discontinuity

@@ -101,7 +101,7 @@ def test_real_processes_without_torch(run: RunDir) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
     for args, code in ((["--help"], 0), (["list", "runs/first"], 0), (["verify", "runs/first"], 1)):
         command = [sys.executable, "-c", script, "checkpoint", *args]
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
         assert (result.returncode, result.stderr) == (code, "")
         assert result.stdout
 

@@ -97,7 +97,7 @@ def running_inbox(run: RunDir, handle: Callable[[Inbox, Command], None]) -> Iter
         yield
     finally:
         is_finished.set()
-        thread.join(timeout=30)
+        thread.join(timeout=200)
 
 
 @pytest.mark.parametrize(
@@ -423,7 +423,7 @@ def test_wait_returns_the_exit_code_of_the_run(run: RunDir, exit_code: int, caps
     waiting.join(timeout=0.5)
     assert waiting.is_alive()
     write_log(run, RunEnded(time=4.0, iteration=7, step=7, exit_code=exit_code, reason="why not"))
-    waiting.join(timeout=30)
+    waiting.join(timeout=200)
     assert codes == [exit_code]
     assert capsys.readouterr().out.endswith(f"{run.path} ended at step 7: why not (exit code {exit_code})\n")
 

@@ -136,7 +136,7 @@ def test_ctrl_c_ends_the_server_and_the_terminal_view(run: Path) -> None:
     assert "first: silent" in seen
     for process in (server, view):
         process.send_signal(signal.SIGINT)
-    assert (server.wait(timeout=30), view.wait(timeout=30)) == (0, 0)
+    assert (server.wait(timeout=200), view.wait(timeout=30)) == (0, 0)
     os.close(terminal)
     server.stdout.close()
 
@@ -155,7 +155,7 @@ def default_sigint() -> None:
 
 
 def read_until(terminal: int, text: str) -> str:
-    seen, until_s = "", time.monotonic() + 60
+    seen, until_s = "", time.monotonic() + 200
     while text not in seen:
         ready, _, _ = select.select([terminal], [], [], max(0.0, until_s - time.monotonic()))
         assert ready, f"never saw {text!r} in {seen!r}"

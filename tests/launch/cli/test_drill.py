@@ -21,7 +21,7 @@ PATIENCE_S = 500
 """A drill starts torch several times, which takes long on a busy machine."""
 SMALL = (
     "train.num_steps=40",
-    "train.sequence_length=64",
+    "train.sequence_length=32",
     "model.num_layers=1",
     "parallel.device=cpu",
     "launch.nproc=2",

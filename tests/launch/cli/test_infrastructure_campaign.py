@@ -22,7 +22,12 @@ SEED = "104"
 OPTIONS = ("--infrastructure", "--seed", SEED, "--minutes", "0.0125", "--every", "1", "--goal", "0.01")
 NUM_STEPS = 180
 CHECKPOINT_EVERY = 20
-OFTEN = (f"train.num_steps={NUM_STEPS}", f"checkpoint.every_steps={CHECKPOINT_EVERY}", "checkpoint.ring.every_steps=4")
+OFTEN = (
+    f"train.num_steps={NUM_STEPS}",
+    "train.sequence_length=64",
+    f"checkpoint.every_steps={CHECKPOINT_EVERY}",
+    "checkpoint.ring.every_steps=4",
+)
 
 
 def test_a_run_survives_a_full_disk_and_a_killed_launcher(tmp_path: Path) -> None:

@@ -94,5 +94,5 @@ def test_two_nodes_check_each_other(tmp_path: Path) -> None:
             assert first.stderr == second.stderr == second.stdout == ""
         with Launched(*arguments, output=tmp_path / "sick", first=partial(enter_node, 1, port, is_sick=True)) as sick:
             assert sick.wait(120) == 69
-            line = "harness: health: node n1: CPU: fp32 GEMM is wrong: 6 of 6 products, 6 elements of 262144 each; "
+            line = "harness: health: node n1: CPU: fp32 GEMM is wrong: 6 of 6 products, 6 elements of 16384 each; "
             assert sick.stderr.startswith(f"{line}the first is product 0, element [3, 4]: ")

@@ -69,7 +69,7 @@ class Script:
         return subprocess.Popen(command, env=environment, cwd=self.path, stderr=subprocess.PIPE, text=True)
 
     def end(self, process: subprocess.Popen[str]) -> ScriptResult:
-        _, stderr = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=200)
         calls = self.calls.read_text().splitlines() if self.calls.exists() else []
         return ScriptResult(process.returncode, calls, stderr)
 

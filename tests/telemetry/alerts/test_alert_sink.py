@@ -165,7 +165,7 @@ if os.fork() == 0:
 os.wait()
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    launcher = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, timeout=60)
+    launcher = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, timeout=200)
     assert launcher.returncode == -signal.SIGKILL
     wait_until(lambda: bool(server.texts), "the death is alerted")
     assert titles(server) == ["[big] rank 0 is gone without an end, so is its launcher"]

@@ -138,7 +138,7 @@ def test_the_end_that_the_launcher_logs_after_a_crash_is_awaited(
     time.sleep(0.3)
     assert sending.is_alive()
     append(run, ended)
-    sending.join(timeout=30)
+    sending.join(timeout=200)
     assert (sink.iterations, sink.has_ended) == ([0, 100], True)
 
     append(run, make_step(1))

@@ -257,7 +257,7 @@ def test_runs_that_start_together_share_one_new_database(
         append(run, make_step(0), ended)
     command = [sys.executable, "-m", "harness.telemetry.sinks"]
     senders = [subprocess.Popen([*command, str(run.path)], stderr=subprocess.PIPE, text=True) for run, _ in runs]
-    complaints = [sender.communicate(timeout=60)[1] for sender in senders]
+    complaints = [sender.communicate(timeout=200)[1] for sender in senders]
     assert [sender.returncode for sender in senders] == [0, 0], complaints
     seen = [read_stored(cfg, run)[1] for run, cfg in runs]
     assert len({view.info.run_id for view in seen}) == 2
@@ -289,9 +289,9 @@ def test_the_sink_process_of_a_living_trainer_waits_for_the_previous_one(make_ru
     with ThreadPoolExecutor(2) as pool:
         with lock_of(run):
             waiting = pool.submit(send_until_end, run, living)
-            assert pool.submit(send_until_end, run, gone).result(timeout=30) == 1
+            assert pool.submit(send_until_end, run, gone).result(timeout=200) == 1
             assert not waiting.done()
-        assert waiting.result(timeout=60) == 0
+        assert waiting.result(timeout=200) == 0
 
 
 def test_an_invalid_uri_differs_from_a_silent_server(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
