@@ -77,7 +77,7 @@ def block_of(cfg: Config) -> Block:
         ["model=tiny", "precision=bf16", "model.attention=fp32"],
         ["model=tiny", "model.attention=fp32"],
         ["model=tiny", "precision=bf16", "data.document_mask=true"],
-        ["model=125m", "precision=bf16", "train.sequence_length=64"],
+        ["model=125m", "precision=bf16", "train.sequence_length=16"],
         IN_FP8,
         [*IN_FP8, "precision.fp8.recipe=delayed"],
         [*IN_FP8, "precision.fp8.recipe=block"],
@@ -89,7 +89,7 @@ def block_of(cfg: Config) -> Block:
     ids=" ".join,
 )
 def test_saved_bytes_equal_autograd(overrides: list[str]) -> None:
-    cfg = load(overrides)
+    cfg = load(["train.sequence_length=64", *overrides])
     with fused_norms():
         kept = kept_by(block_of(cfg), cfg)
     assert kept == kept_bytes(cfg, fp8_projections(cfg, 0)) * NUM_ROWS * cfg.train.sequence_length
