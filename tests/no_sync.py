@@ -205,3 +205,14 @@ class _Operators(TorchDispatchMode):
         if func in INDEXING:
             return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
         return not DATA_DEPENDENT.isdisjoint(func.tags)
+
+
+@contextmanager
+def host_syncs_fail() -> Iterator[None]:
+    """On CUDA: raise an error in any call that waits for the GPU."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

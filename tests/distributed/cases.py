@@ -6,8 +6,8 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import chdir, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import chdir, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from harness.faults.site import intercept
 from harness.run import Ending, Run
 from harness.step import finish_step, forward_backward, loss_sums
 from tests.composed import load
+from tests.no_sync import host_syncs_fail
 
 TINY = (
     "model.dim=32",
@@ -109,12 +110,8 @@ def run_with_sync_as_error(directory: str, *overrides: str) -> list[StepRecord]:
 
     def guarded_loop(run: Run) -> Ending:
         loop(replace(run, cfg=replace(cfg, train=replace(cfg.train, num_steps=4))))
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with host_syncs_fail():
             return loop(run)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
     with patch.object(train, "train", guarded_loop):
         assert train.run_worker(cfg) == 0
@@ -322,7 +319,7 @@ def square_sums_by_path(*overrides: str) -> dict[str, tuple[float, float]]:
         for module in modules:
             module.set_custom_reduce_scatter(in_own_pass if module in separate else by_copy)
         batch = parts.batches[0]
-        with _host_syncs_fail() if guarded and world.device.type == "cuda" else nullcontext():
+        with host_syncs_fail() if guarded and world.device.type == "cuda" else nullcontext():
             forward_backward(parts, batch, cfg=cfg, probe=False)
             parts.update.adamw.zero_grad(set_to_none=True)
             own_pass = stats.square_sum.clone()
@@ -338,17 +335,6 @@ def square_sums_by_path(*overrides: str) -> dict[str, tuple[float, float]]:
     if world.rank == world.size - 1:
         parts.model.get_submodule("blocks.0.mlp").register_forward_hook(_spoil_gradient)
     return found | {"nan": measure()}
-
-
-@contextmanager
-def _host_syncs_fail() -> Iterator[None]:
-    """Raise an error in any call that waits for the GPU."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def _spoil_gradient(_module: Any, _inputs: Any, output: Tensor) -> None:

@@ -13,7 +13,8 @@ from tests.distributed.pool import Pool
 def nccl_ranks() -> Iterator[Pool]:
     """Processes that run distributed cases over NCCL, with `launch.ranks_per_gpu`.
 
-    Each case has new ones: a second process group with replicas in one process crashes in NCCL (2.28, torch 2.11).
+    Each case has new ones: in processes that had run a case before, two cases with replicas ended without a message
+    (NCCL 2.28, torch 2.11).
     """
     pool = Pool(reuses=False)
     yield pool

@@ -35,6 +35,7 @@ from harness.telemetry.heartbeat import Heartbeat
 from harness.telemetry.step_profiler import StepProfiler
 from harness.train import train
 from tests.gpu.test_step import SMALL
+from tests.no_sync import host_syncs_fail
 from tests.sentinel.series import config, losses, norms
 
 pytestmark = [
@@ -90,16 +91,6 @@ def train_until(run: Run, num_steps: int) -> None:
     assert train(replace(run, cfg=cfg)).exit_code == EXIT_DONE
 
 
-@contextmanager
-def sync_is_an_error() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def step(parts: Parts, cfg: Config, index: int, *, factor: float = 1.0) -> bool:
     """One step whose gradient is multiplied before it is measured; returns whether it was refused."""
     forward_backward(parts, parts.batches[index], cfg=cfg, probe=False)
@@ -138,7 +129,7 @@ def test_the_loop_has_no_host_sync(precision: str, compiles: str, tmp_path: Path
     )
     with open_run(cfg, parts, tmp_path, RunState()) as run:
         train_until(run, 4)
-        with sync_is_an_error():
+        with host_syncs_fail():
             train_until(run, 12)
     records = [event for event in read(RunDir(tmp_path).events) if isinstance(event, StepRecord)]
     assert [record.iteration for record in records] == list(range(1, len(records) + 1))
@@ -208,7 +199,7 @@ def test_the_gate_agrees_with_the_host(is_compiled: bool) -> None:
         loss=on_device[0, 0], grad_norm=on_device[0, 1], warming=is_warming[0]
     )
     decisions = []
-    with sync_is_an_error():
+    with host_syncs_fail():
         for row, is_warming_now in zip(on_device, is_warming, strict=True):
             decisions.append(gate.decide(loss=row[0], grad_norm=row[1], warming=is_warming_now))
     refused = [bool(bit) for bit in torch.stack([each.skip_mask for each in decisions]).tolist()]

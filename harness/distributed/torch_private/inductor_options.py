@@ -3,8 +3,8 @@
 Why: two starts may measure differently and choose kernels that sum in another order.
 How: passed to `torch.compile(options=...)`, which applies them to the backward graph too. A patch of the global config
 is thread-local in torch 2.13, and the autograd thread compiles the backward graph.
-Private API: names of the options in `torch._inductor.config`. Checked on torch 2.13; an option that an older torch does
-not have is left out.
+Private API: names of the options in `torch._inductor.config`. Checked on torch 2.11 and 2.13; an option
+that a torch does not have is left out.
 """
 
 from __future__ import annotations
