@@ -22,6 +22,7 @@ import torch
 
 from harness.analysis.plan.fit import memory_text
 from harness.analysis.plan.machine_memory import MachineMemory, estimate_line, smallest_change
+from harness.analysis.plan.memory import OUTSIDE_BYTES
 from harness.config.errors import ConfigError
 from harness.config.schema import Config
 from harness.core.memory_limits import address_space_left, count_oom_kills, free_bytes, resident_bytes
@@ -29,7 +30,8 @@ from launch.local.ranks import RankFailure
 
 OBSERVE_EVERY_S = 1.0
 LITTLE = 0.05
-"""Share of all memory in use: with less than this free, a rank that SIGKILL ended probably ran out of memory."""
+"""Share of all memory. With less than this free, a rank that SIGKILL ended probably ran out of memory. Other processes
+that hold less are not mentioned."""
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 CPU_ALLOCATOR = ("can't allocate memory", "not enough memory")
 """Words of torch's CPU allocator; which of them depends on the platform it was built for."""
@@ -42,8 +44,8 @@ def describe_shortage(error: BaseException) -> dict[str, Any]:
         if error.__cause__ is None:
             return {}
         error = error.__cause__
-    free, total = _gpu_bytes() if kind == "GPU memory" else _host_bytes()
-    return {"kind": kind, "asked_bytes": asked_bytes(str(error)), "free_bytes": free, "total_bytes": total}
+    sizes = _gpu_bytes() if kind == "GPU memory" else _host_bytes()
+    return {"kind": kind, "asked_bytes": asked_bytes(str(error))} | sizes
 
 
 def memory_kind(error: BaseException) -> str:
@@ -63,15 +65,17 @@ def asked_bytes(text: str) -> int | None:
     return round(float(number) * UNITS[unit]) if unit in UNITS else None
 
 
-def _gpu_bytes() -> tuple[int | None, int | None]:
+def _gpu_bytes() -> dict[str, int]:
+    """What is free of the GPU, its size, and what torch holds for this process."""
     with suppress(RuntimeError):
-        return torch.cuda.mem_get_info()
-    return None, None
+        free, total = torch.cuda.mem_get_info()
+        return {"free_bytes": free, "total_bytes": total, "own_bytes": torch.cuda.memory_reserved()}
+    return {}
 
 
-def _host_bytes() -> tuple[int, int | None]:
+def _host_bytes() -> dict[str, int]:
     free, left = free_bytes(), address_space_left()
-    return (free if left is None else min(free, left)), None
+    return {"free_bytes": free if left is None else min(free, left)}
 
 
 @final
@@ -109,7 +113,7 @@ class MemoryWatch:
             seen = f"the ranks here used {memory_text(self.used_bytes)}" if self.used_bytes else ""
             left = "" if self.free_bytes is None else f"{memory_text(self.free_bytes)} was free a second before"
             numbers = " and ".join(filter(None, [seen, left]))
-            return replace(failure, explanation="; ".join(filter(None, [cause, numbers, self._advice()])))
+            return replace(failure, explanation="; ".join(filter(None, [cause, numbers, self._advice(self.machine)])))
         return failure
 
     def _shortage_line(self, shortage: dict[str, Any]) -> str:
@@ -118,7 +122,18 @@ class MemoryWatch:
         of = f" of {memory_text(total)}" if total else ""
         what += [] if free is None else [f"{memory_text(free)}{of} was free"]
         head = f"ran out of {shortage['kind']}" + (f": {' and '.join(what)}" if what else "")
-        return f"{head}; {self._advice()}"
+        if taken := self._taken_bytes(shortage):
+            held = f"other processes held {memory_text(taken)}: end them, or change the run"
+            return f"{head}, {held}; {self._advice(replace(self.machine, free_bytes=shortage['total_bytes'] - taken))}"
+        return f"{head}; {self._advice(self.machine)}"
+
+    def _taken_bytes(self, shortage: dict[str, Any]) -> int:
+        """Memory of the GPU that processes outside the run held; 0 if little, or if it is not known."""
+        own, free, total = (shortage.get(name) for name in ("own_bytes", "free_bytes", "total_bytes"))
+        if own is None or free is None or not total or self.machine.ranks_per_gpu > 1:
+            return 0
+        taken = int(total - free - own - OUTSIDE_BYTES)
+        return taken if taken > LITTLE * total else 0
 
     def _kill_cause(self) -> str:
         """Why SIGKILL ended a rank; empty if memory was not the reason."""
@@ -128,10 +143,10 @@ class MemoryWatch:
             return "was killed by SIGKILL, probably by the kernel because memory ran out"
         return ""
 
-    def _advice(self) -> str:
+    def _advice(self, machine: MachineMemory) -> str:
         """What the plan estimates, and the smallest change that needs less."""
         try:
-            change = smallest_change(self.cfg, self.machine, self.world_size)
-            return f"{estimate_line(self.cfg, self.machine, self.world_size)}; {change}"
+            change = smallest_change(self.cfg, machine, self.world_size)
+            return f"{estimate_line(self.cfg, machine, self.world_size)}; {change}"
         except ConfigError as error:
             return str(error)

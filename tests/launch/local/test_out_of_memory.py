@@ -91,6 +91,23 @@ def test_a_failed_allocation_is_one_line_without_a_traceback() -> None:
     assert watch().explain(failure).cause is EndCause.out_of_memory
 
 
+def test_memory_that_other_processes_hold_is_named_and_not_counted_on() -> None:
+    cfg = load(["+experiment=1b_bf16"])
+    machine = MachineMemory(total_bytes=150 * GB, free_bytes=150 * GB, num_ranks=1, is_gpu=True)
+    seen = MemoryWatch.start(cfg, machine, world_size=1)
+    shortage = {"kind": "GPU memory", "asked_bytes": GB, "free_bytes": 0, "total_bytes": 150 * GB, "own_bytes": 12 * GB}
+
+    def explain(**changed: int) -> str:
+        failure = RankFailure(rank=0, exit_code=1, log="", shortage=shortage | changed)
+        return seen.explain(failure).describe()
+
+    held = "0 MB of 150 GB was free, other processes held 137 GB: end them, or change the run; the plan estimates "
+    assert held in explain()
+    assert explain().endswith("; 2 ranks and parallel.activation_checkpointing=full train.micro_batch_size=1 would fit")
+    assert "other processes" not in explain(own_bytes=148 * GB), "only the rank's own memory and its CUDA context"
+    assert explain(own_bytes=148 * GB).endswith("and fits")
+
+
 def test_a_kill_by_the_kernel_is_told_from_other_kills(monkeypatch: pytest.MonkeyPatch) -> None:
     before = watch()
     assert before.explain(killed()).describe() == "was killed by SIGKILL"
@@ -176,7 +193,7 @@ def test_a_run_under_an_address_space_limit_says_what_it_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A real allocation fails in the first step; all readers of the run agree."""
-    result = train(tmp_path, "ulimit -v 2500000;")
+    result = train(tmp_path, "ulimit -v 4000000;")
     assert result.returncode == 1, result.stdout + result.stderr
     line = result.stderr.splitlines()[-1]
     assert line.startswith("harness: rank 0 ran out of memory: needed "), result.stderr
