@@ -2,9 +2,11 @@
 
     python -m tests.bench.step +experiment=1b_bf16               one GPU, 1.26B parameters, 4k x 8 tokens
     python -m tests.bench.step --variant parallel.compile=false  the same and a variant, in one run
+    python -m tests.bench.step +experiment=1b_bf16 --documents 512 --variant data.document_mask=true
 
 Variants are built, warmed up and timed one after the other, in one process with one rank. The result is the median of
 several rounds. On a GPU, FLOP/s are also compared with a large bf16 matmul that is measured in the same run.
+`--documents` replaces the corpus of all variants by a file of documents with that mean length.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from harness.build import Parts, build
@@ -27,6 +30,9 @@ from harness.precision.attention import fast_attention
 from harness.step import finish_step, forward_backward
 from harness.telemetry.meters import peak_flops
 from tests.bench.clock import WARMUP_STEPS, do_nothing, iterate_steps, matmul_flops_per_s, release_memory, time_block
+
+HELD_OUT_BATCHES = 200
+"""Batches of `--documents` beside the trained ones, so that the held-out share has at least one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,15 +106,36 @@ def measure(name: str, overrides: list[str], *, rounds: int, steps: int, run: Ru
     return row
 
 
+def write_documents(path: Path, *, mean_length: int, num_tokens: int, vocab_size: int) -> list[str]:
+    """Write random tokens as documents of geometric lengths, each ended by token 0, and return the overrides that read
+    them."""
+    generator = np.random.default_rng(0)
+    tokens = generator.integers(1, min(vocab_size, 2**16), num_tokens, dtype=np.uint16)
+    tokens[generator.random(num_tokens) < 1 / mean_length] = 0
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tokens.tofile(path)
+    return ["data=files", f"data.sources.main.paths=[{path.resolve()}]", "data.eod_token=0"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time the training step of one configuration and its variants.")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of every variant")
     parser.add_argument("--variant", action="append", default=[], help="further overrides, comma-separated")
+    parser.add_argument("--documents", type=int, metavar="MEAN", help="train on documents of this mean length")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     options = parser.parse_args()
     cfg = load(options.overrides)
     run = RunDir(Path("runs/bench"))
+    overrides = options.overrides
+    if options.documents is not None:
+        num_batches = 2 * (WARMUP_STEPS + options.rounds * options.steps) + HELD_OUT_BATCHES
+        overrides = overrides + write_documents(
+            run.path / "documents.bin",
+            mean_length=options.documents,
+            num_tokens=num_batches * cfg.train.batch_size * (cfg.train.sequence_length + 1),
+            vocab_size=cfg.model.vocab_size,
+        )
     matmul = matmul_flops_per_s()
     print(f"model {cfg.model.name}: {num_parameters(cfg.model) / 1e6:.1f}M parameters, ", end="")
     print(f"{cfg.train.batch_size} x {cfg.train.sequence_length} tokens, {cfg.precision.kind}")
@@ -120,7 +147,7 @@ def main() -> None:
             extra = [override for override in variant.split(",") if override]
             row = measure(
                 variant or "as given",
-                [*options.overrides, *extra],
+                [*overrides, *extra],
                 rounds=options.rounds,
                 steps=options.steps,
                 run=run,

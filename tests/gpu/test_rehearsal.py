@@ -57,6 +57,15 @@ def test_a_drill_on_shared_ranks_names_the_rank(tmp_path: Path) -> None:
     assert card["score"]["right_rank"]
 
 
+def test_a_campaign_on_shared_ranks_survives(tmp_path: Path) -> None:
+    sharing = ("launch.ranks_per_gpu=2", "launch.nproc=2")
+    done = harness("drill", "campaign", "--minutes", "0.2", "--seed", "11", *SMALL, *sharing, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    campaign = json.loads((tmp_path / "runs/campaign-11/campaign.json").read_text())
+    print(done.stdout)
+    assert campaign["rounds"]
+
+
 def test_more_ranks_than_allowed_are_refused(tmp_path: Path) -> None:
     done = harness("train", *SMALL, "launch.nproc=64", cwd=tmp_path)
     assert done.returncode == 2

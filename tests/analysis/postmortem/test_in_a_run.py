@@ -29,6 +29,7 @@ OVERRIDES = (
     "checkpoint.every_steps=10",
     "checkpoint.keep=9",
     "telemetry.postmortem=true",
+    "telemetry.replay_s=300",
     "cluster.price_per_gpu_hour=2.5",
 )
 
