@@ -27,6 +27,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self, final
 
+from harness.core.node_name import given_node_name
+
 VERSION = 1
 FOLDER_PREFIX = "harness-snapshots"
 RUN_FILE = "run.json"
@@ -61,8 +63,9 @@ class SnapshotHeader:
 
 
 def snapshot_folder(shared_dir: str | Path, run: Path) -> Path:
-    """The folder of a run on this machine."""
-    key = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
+    """The folder of a run on this machine, or on this node if several are rehearsed on one machine."""
+    place = f"{run.resolve()}{given_node_name()}"
+    key = hashlib.sha256(place.encode()).hexdigest()[:16]
     return Path(shared_dir) / f"{FOLDER_PREFIX}-{os.getuid()}-{key}"
 
 

@@ -114,6 +114,9 @@ CLOCK_FAULTS = (
 )
 """Faults of processes, disks and networks; only these can be planned by the clock."""
 
+LINK_VARIABLE = "HARNESS_DRILL_LINK"
+"""Environment variable of a drill on virtual hosts: the network device of the host, for `network_down`."""
+
 
 @final
 @dataclass(slots=True, kw_only=True)

@@ -31,6 +31,8 @@ from harness.drills.drill_record import DrillEvidence, gather
 from harness.faults.fault_plan import FaultKind
 from harness.telemetry.sinks.sink_process import SINK_MODULE
 from harness.telemetry.sinks.store_uri import tracking_uri
+from launch.drills.local_nodes import rehearses_nodes
+from launch.drills.virtual_hosts import reason_against_hosts
 from launch.local.ports import reserved_port
 
 CHECKPOINTS_ON_DISK = 3
@@ -56,7 +58,13 @@ def require_environment(kind: FaultKind, cfg: Config) -> None:
     require(cfg.launch.kind is not LaunchKind.k8s, "launch", "drills run with launch=local or launch=slurm, got k8s")
     if kind not in (*NAMESPACE_FAULTS, FaultKind.tracking_down):
         return
-    if kind in NAMESPACE_FAULTS:
+    if rehearses_nodes(cfg):
+        reason = reason_against_hosts()
+        if kind is FaultKind.network_down and reason:
+            raise UnavailableError(kind, f"with several nodes: {reason}")
+        if kind is not FaultKind.network_down:
+            raise UnavailableError("launch.nodes", f"{kind} needs launch.nodes=1, got {cfg.launch.nodes}")
+    elif kind in NAMESPACE_FAULTS:
         find_unshare(kind)
     elif find_spec("mlflow") is None:
         raise UnavailableError(kind, "needs the package mlflow")
@@ -269,7 +277,7 @@ def open_environment(
     kinds: Collection[FaultKind], cfg: Config, victim: RunDir, *, twin: DrillEvidence
 ) -> Iterator[FaultEnvironment]:
     """Open the environment that faults of these kinds need."""
-    needs_namespaces = any(kind in NAMESPACE_FAULTS for kind in kinds)
+    needs_namespaces = any(kind in NAMESPACE_FAULTS for kind in kinds) and not rehearses_nodes(cfg)
     namespaces = Namespaces(kinds) if needs_namespaces else None
     environment = FaultEnvironment(cfg=cfg, wrap=[] if namespaces is None else namespaces.wrap)
     try:

@@ -3,6 +3,8 @@
 Each start is a process `python -m launch.local.node RUN` in its own session, with its output in `logs/start-N.*`. A
 victim that ends with 75, with 1 or by a signal is started again, as a scheduler would requeue it, at most once more
 than the scenario expects. With launch=slurm the two directories are submitted as jobs, and Slurm requeues them.
+With launch=local and several nodes, the nodes are rehearsed on this machine (`launch.drills.local_nodes`), and the twin
+has as many ranks on one node.
 No process outlives its start: the rest of its session is killed when the launcher is gone.
 """
 
@@ -33,6 +35,7 @@ from harness.drills.score import Card, score_run
 from harness.telemetry.event_log import last_iteration
 from harness.telemetry.sinks.sink_process import SINK_LOG, SINK_MODULE
 from launch.drills.fault_environment import FaultEnvironment, open_environment, require_environment
+from launch.drills.local_nodes import local_node_overrides, on_one_node, rehearses_nodes, start_nodes
 
 POLL_S = 0.1
 ORPHANS_MAY_TAKE_S = 5.0
@@ -56,13 +59,13 @@ def run_drill(
     name: str, scenario: Scenario, overrides: Sequence[str], *, report: Report = print_nothing, to_mlflow: bool = True
 ) -> Card:
     """Train twin and victim and score them, in `runs/drill-NAME` and `runs/drill-NAME-twin`."""
-    cfg = directories.configure(scenario.train, overrides)
+    cfg = configure(scenario.train, overrides)
     runs = Path(cfg.run.dir)
     victim, twin = RunDir(runs / f"drill-{name}"), RunDir(runs / f"drill-{name}-twin")
     for run in (victim, twin):
         directories.check_replaceable(run)
     require_environment(scenario.fault.kind, cfg)
-    train_twin(cfg, twin, report=report, limit_s=scenario.limit_s)
+    train_twin(on_one_node(cfg), twin, report=report, limit_s=scenario.limit_s)
     with open_environment([scenario.fault.kind], cfg, victim, twin=gather(twin)) as environment:
         directories.create_directory(environment.cfg, victim)
         environment.set_up()
@@ -77,6 +80,14 @@ def run_drill(
         return finish_drill(victim, to_mlflow=to_mlflow)
 
 
+def configure(train: Sequence[str], overrides: Sequence[str]) -> Config:
+    """The training config of a drill; nodes that are rehearsed on this machine share its cores."""
+    cfg = directories.configure(train, overrides)
+    if not rehearses_nodes(cfg):
+        return cfg
+    return directories.configure(train, [*overrides, *local_node_overrides(cfg)])
+
+
 def train_twin(cfg: Config, twin: RunDir, *, report: Report, limit_s: float) -> None:
     """Train the run without faults, unless an equal twin exists."""
     if directories.prepare_twin(cfg, twin):
@@ -89,12 +100,18 @@ def train_twin(cfg: Config, twin: RunDir, *, report: Report, limit_s: float) -> 
 
 
 def train_victim(
-    environment: FaultEnvironment, victim: RunDir, *, max_starts: int, limit_s: float, report: Report
+    environment: FaultEnvironment,
+    victim: RunDir,
+    *,
+    max_starts: int,
+    limit_s: float,
+    report: Report,
+    reboot_after_s: float | None = None,
 ) -> None:
     """Start the run until it is done, as a scheduler would; every start is added to the drill record."""
     record = read_drill_record(victim)
     for _ in range(max_starts):
-        start = run_once(environment.cfg, victim, limit_s=limit_s, wrap=environment.wrap)
+        start = run_once(environment.cfg, victim, limit_s=limit_s, wrap=environment.wrap, reboot_after_s=reboot_after_s)
         record.starts.append(start)
         record.write(victim)
         report(start_line(victim, start))
@@ -110,10 +127,17 @@ def start_line(run: RunDir, start: Start) -> str:
     return f"{run.path.name}: exit code {start.exit_code} after {start.seconds:.1f} s{why}"
 
 
-def run_once(cfg: Config, run: RunDir, *, limit_s: float, wrap: Sequence[str] = ()) -> Start:
-    """Run one start to its end, here or as a Slurm job."""
+def run_once(
+    cfg: Config, run: RunDir, *, limit_s: float, wrap: Sequence[str] = (), reboot_after_s: float | None = None
+) -> Start:
+    """Run one start to its end, here or as a Slurm job.
+
+    reboot_after_s: of several nodes on this machine, one that was killed comes back after this time; None: never.
+    """
     if cfg.launch.kind is LaunchKind.slurm:
         return start_job(run)
+    if rehearses_nodes(cfg):
+        return start_nodes(run, cfg, limit_s=limit_s, reboot_after_s=reboot_after_s)
     return start_here(run, limit_s=limit_s, wrap=wrap)
 
 

@@ -19,6 +19,7 @@ from typing import final
 
 from harness.config.parallel import DeviceKind
 from harness.config.schema import Config
+from harness.core.node_name import given_node_name
 from launch.slurm.node_exclusion import HealthProblem
 
 GIGABYTE = 1e9
@@ -36,8 +37,8 @@ MEBIBYTE = 2**20
 
 
 def machine_name() -> str:
-    """Name of this machine: Slurm's name of the node, or the host name."""
-    return os.environ.get("SLURMD_NODENAME") or gethostname()
+    """Name of this machine: the name that the launcher was given, Slurm's name of the node, or the host name."""
+    return given_node_name() or os.environ.get("SLURMD_NODENAME") or gethostname()
 
 
 @final

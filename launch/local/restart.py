@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from socket import gethostname
 from typing import NamedTuple, Self, final
 
 from harness.checkpoint.catalog import Health
@@ -27,6 +26,7 @@ from harness.core.locking.run_lease import clear_dead_lease
 from harness.core.rundir import RunDir, locate
 from harness.telemetry.event_log import record_restart, tail
 from harness.telemetry.heartbeat import mark_restarting
+from launch.health.node_facts import machine_name
 from launch.local.node_group import NodeFailure, NodeGroup
 from launch.local.rendezvous import Elastic, open_store_socket
 from launch.local.roster import Roster, pack_roster
@@ -265,7 +265,7 @@ def await_decision(group: NodeGroup, *, stopping: bool) -> RestartDecision:
 def print_decision(decision: RestartDecision, group: NodeGroup, *, has_crashed: bool) -> None:
     """Print what follows a failure whose message is already on the terminal."""
     if decision.again and not group.is_spare:
-        where = f"node {group.node_rank} ({gethostname()}): " if group.spec.num_nodes > 1 else ""
+        where = f"node {group.node_rank} ({machine_name()}): " if group.spec.num_nodes > 1 else ""
         print(f"harness: {where}{decision.reason}: all ranks start again", file=sys.stderr, flush=True)
     elif decision.reason and has_crashed and group.number == 0:
         print(f"harness: not restarted: {decision.reason}", file=sys.stderr, flush=True)

@@ -27,7 +27,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from socket import gethostname
 from types import FrameType
 from typing import Any
 
@@ -259,7 +258,7 @@ def run_ranks(
     memory = MemoryWatch.start(cfg, measure_machine(cfg, nproc), world_size=group.num_nodes * nproc)
 
     def on_failure(error: ChildFailedError) -> None:
-        failure, host = memory.explain(logs.first_failure(error)), gethostname()
+        failure, host = memory.explain(logs.first_failure(error)), machine_name()
         line = failure.message if failure.is_user_error else f"rank {failure.rank} on {host} {failure.describe()}"
         beat = heartbeat.read(heartbeat.heartbeat_file(locate(cfg), failure.rank))
         group.report_failure(
@@ -391,7 +390,7 @@ def supervise(
             group.report_failure(
                 NodeFailure(
                     node_rank=group.node_rank,
-                    host=gethostname(),
+                    host=machine_name(),
                     exit_code=EXIT_CRASHED,
                     line=hung,
                     cause=EndCause.hung_rank,
@@ -452,7 +451,7 @@ def print_failure(failure: RankFailure, logs: RankLogs, group: NodeGroup, *, sto
     node_failure = group.failure
     is_elsewhere = node_failure is not None and node_failure.node_rank != group.node_rank
     if node_failure is not None and (is_elsewhere or node_failure.cause == EndCause.planned):
-        where = f"node {group.node_rank} ({gethostname()}) stops"
+        where = f"node {group.node_rank} ({machine_name()}) stops"
         print(f"harness: {where}: {node_failure.line}", file=sys.stderr)
         return node_failure.exit_code
     if hung:

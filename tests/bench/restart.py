@@ -1,17 +1,23 @@
 """Measures a restart: seconds from `kill -9` of one of two ranks to the next update, and where they go.
 
-    python -m tests.bench.restart                 three restarts by the launcher
-    python -m tests.bench.restart --torchrun      the same trainer under `torchrun --max-restarts`
+    python -m tests.bench.restart                          three restarts by the launcher
+    python -m tests.bench.restart --torchrun               the same trainer under `torchrun --max-restarts`
+    python -m tests.bench.restart --ranks-per-gpu 2 4      NCCL ranks that share one GPU, at 125m
 
 Each round starts the default run on two CPU ranks, kills rank 1 after KILL_AT steps, waits for the first step of the
 next start, and ends the run. The parts come from the files of the run: its log, the lease (taken when the process group
 and the corpus are open) and the manifest (written when all parts are built).
+
+With `--ranks-per-gpu` each round is the drill `kill_rank` with `run.deterministic`: a run, and a twin without the kill
+that is trained once. Weights and moments at the end are compared byte for byte. Exit code 1: a drill failed, a run
+differs from its twin, or the next update took longer than TARGET_S.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import subprocess
@@ -27,7 +33,10 @@ from harness.core.events import Event, RunRestarted, RunStarted, StepRecord
 from harness.core.locking import directory_lease
 from harness.core.rundir import RunDir
 from harness.telemetry import heartbeat
+from tests.bench.restart_drills import kept_directory, measure_nccl_restarts, print_table
 
+TARGET_S = 15.0
+"""The next update of NCCL ranks is wanted within this many seconds."""
 KILL_AT = 60
 OVERRIDES = ("train.num_steps=1000", "checkpoint.every_steps=20", "parallel.device=cpu", "run.name=restart")
 LIMIT_S = 300.0
@@ -43,6 +52,8 @@ class RestartTimes(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(sys.argv[1:] if argv is None else argv)
+    if args.ranks_per_gpu:
+        return measure_on_gpu(args)
     for number in range(1, args.rounds + 1):
         load = os.getloadavg()[0]
         with tempfile.TemporaryDirectory() as directory:
@@ -56,9 +67,36 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", help="of the training or the drill; with --ranks-per-gpu")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--torchrun", action="store_true", help="restart with torchrun instead of the launcher")
-    return parser.parse_args(argv)
+    parser.add_argument("--ranks-per-gpu", type=int, nargs="+", metavar="N", help="numbers of NCCL ranks on one GPU")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the runs here")
+    return parser.parse_intermixed_args(argv)
+
+
+def measure_on_gpu(args: argparse.Namespace) -> int:
+    """Kill a rank among NCCL ranks that share a GPU; prints a table and the parts of each restart."""
+    with kept_directory(args.keep) as runs:
+        rows = measure_nccl_restarts(args.ranks_per_gpu, args.overrides, rounds=args.rounds, runs=runs)
+        print_table(rows)
+        last = [RunDir(runs / str(num_ranks) / "drill-kill_rank") for num_ranks in args.ranks_per_gpu]
+        for num_ranks, run in zip(args.ranks_per_gpu, last, strict=True):
+            print(f"{num_ranks} ranks, the last restart: {describe_parts(run)}", flush=True)
+    in_time = all((row.card.score.first_update_s or math.inf) <= TARGET_S for row in rows)
+    return 0 if in_time and all(row.passed for row in rows) else 1
+
+
+def describe_parts(run: RunDir) -> str:
+    """Where the seconds of the last restart of a finished drill went."""
+    log = list(events.read(run.events))
+    strikes = [event.time for event in events.read(run.faults)] if run.faults.exists() else []
+    starts = [place for place, event in enumerate(log) if isinstance(event, RunStarted)]
+    restarts: list[Event] = [event for event in log if isinstance(event, RunRestarted)]
+    if not strikes or len(starts) < 2 or not restarts:
+        return "there was none"
+    times = split_times(run, restarts[-1:] + log[starts[-1] :], strikes[-1])
+    return ", ".join(f"{name} {seconds:.2f}" for name, seconds in times.parts.items())
 
 
 def measure_restart(directory: Path, *, torchrun: bool) -> RestartTimes:

@@ -19,7 +19,8 @@ from harness.core.events import EndCause, Event, RunRestarted, RunStarted, StepR
 from harness.core.rundir import RunDir, locate
 from harness.telemetry import heartbeat
 from harness.telemetry.heartbeat import Phase
-from tests.cluster.hosts import Hosts, reason_to_skip
+from launch.drills.virtual_hosts import reason_against_hosts
+from tests.cluster.hosts import Hosts
 from tests.composed import load
 from tests.distributed import cases
 from tests.distributed.cases import TINY
@@ -28,7 +29,7 @@ from tests.forks import Launched
 
 pytestmark = [
     pytest.mark.full,
-    pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip()),
+    pytest.mark.skipif(bool(reason_against_hosts()), reason=reason_against_hosts()),
     pytest.mark.timeout(600),
 ]
 
