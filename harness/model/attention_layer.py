@@ -29,7 +29,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from harness.config.model import AttentionKind, ModelConfig
 from harness.config.schema import Config
 from harness.distributed.torch_private.inductor_options import compile_options
-from harness.model.attention_mask import MASK_BLOCK, BlockSparseMask, build_block_mask, document_mask
+from harness.model.attention_mask import BlockSparseMask, build_block_mask, document_mask
+from harness.model.flex_limits import MASK_BLOCK, flex_obstacle
 from harness.model.mup import attention_scale
 from harness.precision.fp8.linear import project
 from harness.precision.fused_qkv import apply_rope, can_fuse_qkv, project_qkv_rope
@@ -45,8 +46,6 @@ AttentionMask = Tensor | BlockSparseMask | None
 HALF = (torch.bfloat16, torch.float16)
 MAX_WORKSPACE_BYTES = 8 * 2**30
 """Most memory that Transformer Engine may take beside the activations; `flex_attention` takes none."""
-MIN_FLEX_HEAD_DIM = 16
-"""The smallest head that `flex_attention` multiplies on a GPU."""
 
 
 class Attention(nn.Module):
@@ -169,17 +168,6 @@ def reference_attention(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.on_reference_path = False
-
-
-def flex_obstacle(cfg: ModelConfig, sequence_length: int) -> str:
-    """Why a model cannot run `flex_attention` on a GPU in bf16 or fp16, in words; empty if it can."""
-    if cfg.attention is AttentionKind.fp32:
-        return "model.attention is fp32"
-    if cfg.head_dim < MIN_FLEX_HEAD_DIM:
-        return f"heads of {cfg.head_dim} are smaller than {MIN_FLEX_HEAD_DIM}"
-    if sequence_length % MASK_BLOCK:
-        return f"sequences of {sequence_length} are not a multiple of {MASK_BLOCK}"
-    return ""
 
 
 def mask_documents(cfg: ModelConfig, documents: Tensor) -> Tensor | BlockSparseMask:

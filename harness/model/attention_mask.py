@@ -16,8 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MASK_BLOCK = 128
-"""Queries and keys in a block of a block-sparse mask; divides the sequence length."""
+from harness.model.flex_limits import MASK_BLOCK
 
 
 def document_mask(documents: Tensor) -> Tensor:

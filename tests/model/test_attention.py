@@ -29,13 +29,13 @@ from harness.model.attention_layer import (
     reference_attention,
 )
 from harness.model.attention_mask import (
-    MASK_BLOCK,
     BlockLists,
     BlockSparseMask,
     build_block_mask,
     causal_block_mask,
     document_mask,
 )
+from harness.model.flex_limits import MASK_BLOCK
 from harness.model.init import initialize
 from harness.model.transformer import Transformer, build_block, rotary_tables
 from harness.precision.mixed_precision import linear

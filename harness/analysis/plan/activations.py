@@ -38,9 +38,10 @@ from __future__ import annotations
 
 from harness.analysis.plan.fp8 import Fp8Projections, count_quantized, fp8_bytes
 from harness.config.model import AttentionKind, ModelConfig, NormKind
-from harness.config.parallel import ActivationCheckpointing
+from harness.config.parallel import ActivationCheckpointing, DeviceKind
 from harness.config.precision import Fp8Recipe, PrecisionKind
 from harness.config.schema import Config
+from harness.model.flex_limits import flex_obstacle
 
 FP32_BYTES = 4
 
@@ -126,12 +127,19 @@ def _selective_bytes(cfg: Config, projections: Fp8Projections) -> int:
     return kept
 
 
+def has_dense_mask(cfg: Config) -> bool:
+    """Whether documents are kept apart by a mask with a value for every pair of tokens."""
+    is_half = cfg.precision.kind is not PrecisionKind.fp32 and cfg.parallel.device is not DeviceKind.cpu
+    obstacle = flex_obstacle(cfg.model, cfg.train.sequence_length)
+    return cfg.data.document_mask and bool(obstacle or not is_half)
+
+
 def _attention_bytes(cfg: Config, projections: Fp8Projections) -> int:
     """Query, key, value and attention output. A dense document mask adds the mask and the rows without any visible key;
-    a block-sparse one saves nothing for each layer, so this is an upper bound."""
+    a block-sparse one saves nothing for each layer."""
     model, size = cfg.model, element_bytes(cfg)
     again = 0 if projections.attention else model.dim * size
-    mask = cfg.train.sequence_length * size + again + 1 if cfg.data.document_mask else 0
+    mask = cfg.train.sequence_length * size + again + 1 if has_dense_mask(cfg) else 0
     if model.attention is AttentionKind.fp32:
         lowered = again if size < FP32_BYTES else 0
         return 4 * model.dim * FP32_BYTES + lowered + mask

@@ -21,6 +21,7 @@ from harness.checkpoint.ring_cost import num_buffers, num_replica_buffers
 from harness.config import compose
 from harness.config.errors import ConfigError
 from harness.config.model import ModelConfig
+from harness.config.parallel import DeviceKind
 from harness.config.schema import Config
 from harness.model.size import num_parameters
 
@@ -122,9 +123,10 @@ def model_presets() -> dict[str, ModelConfig]:
 
 
 def _on_machine(cfg: Config, machine: MachineMemory) -> Config:
-    """The config with the memory of this machine, from which training also decides whether to reshard."""
+    """The config with the kind and the memory of this machine, from which training also decides whether to reshard."""
     device_bytes = machine.rank_bytes * cfg.launch.ranks_per_gpu
-    return replace(cfg, cluster=replace(cfg.cluster, memory_gb=device_bytes / BYTES_PER_GB))
+    cfg = replace(cfg, cluster=replace(cfg.cluster, memory_gb=device_bytes / BYTES_PER_GB))
+    return cfg if machine.is_gpu else replace(cfg, parallel=replace(cfg.parallel, device=DeviceKind.cpu))
 
 
 def _allowed_bytes(machine: MachineMemory) -> float:

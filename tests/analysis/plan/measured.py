@@ -26,7 +26,7 @@ class Run(NamedTuple):
 
 
 STEP = Run("2026-11-15 03:04", "python -m tests.bench.step +experiment=1b_bf16 --variant ...")
-DOCUMENTS = Run("2026-11-15 04:04", "python -m tests.bench.step +experiment=1b_bf16 --variant data.document_mask=true")
+DOCUMENTS = Run("2026-11-17 17:26", "python -m tests.bench.step +experiment=1b_bf16 --variant data.document_mask=true")
 PLAN = Run("2026-11-15 09:29", "python -m tests.bench.plan")
 FP8_MEMORY = Run("2026-11-15 15:59", "python -m tests.bench.plan --only fp8")
 FITS = Run("2026-11-15 21:48", "python -m tests.bench.gpu --models 1b --also fits")
@@ -89,7 +89,7 @@ ROWS = (
     Measured("1b selective (1)", STEP, (SELECTIVE,), 8 * 4096 / 60_361, 49.8 * GIB),
     Measured("1b full (1)", STEP, (FULL,), 8 * 4096 / 50_812, 22.7 * GIB),
     Measured("1b not compiled", STEP, (EAGER,), 8 * 4096 / 51_179, 73.8 * GIB),
-    Measured("1b document mask", DOCUMENTS, ("data.document_mask=true",), 8 * 4096 / 45_510),
+    Measured("1b document mask", DOCUMENTS, ("data.document_mask=true",), None, 63.5 * GIB),
     Measured("125m, 32 sequences", PLAN, ("model=125m", "train.batch_size=32"), 0.272, 38.83 * GB),
     Measured("1b (2)", PLAN, (), 0.530, 68.40 * GB),
     Measured("1b selective (2)", PLAN, (SELECTIVE,), 0.550, 53.38 * GB),
@@ -99,13 +99,6 @@ ROWS = (
     Measured("1b not compiled, full", PLAN, (EAGER, FULL), 0.814, 24.44 * GB),
     Measured("1b will_reshard", PLAN, (RESHARDED,), None, 66.13 * GB),
     Measured("1b, micro-batches of 2", PLAN, ("train.micro_batch_size=2",), 0.592, 36.25 * GB),
-    Measured(
-        "1b document mask, 4 sequences",
-        PLAN,
-        ("data.document_mask=true", "train.batch_size=4"),
-        0.385,
-        48.49 * GB,
-    ),
     Measured("1b full, vocabulary 128,256", PLAN, (FULL, "model.vocab_size=128256"), 0.734, 31.09 * GB),
     Measured("3b selective", PLAN, (*THREE_B, SELECTIVE), 0.589, 67.22 * GB),
     Measured("3b full, 8 sequences", PLAN, ("model=3b", FULL), 1.363, 49.88 * GB),

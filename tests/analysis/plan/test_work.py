@@ -22,6 +22,7 @@ IDEAL = KernelRates(
     attention=1.0,
     attention_overhead_tokens=0.0,
     masked_attention=1.0,
+    block_sparse_attention=0.5,
     bandwidth=1.0,
     quantize_bandwidth=1.0,
 )
@@ -116,8 +117,11 @@ def test_narrow_gemms_and_few_tokens_are_slower() -> None:
 def test_small_heads_and_masks_slow_attention() -> None:
     heads = kernels("model.num_heads=32", "model.num_kv_heads=16", rates=RATES)
     assert heads.attention_s == pytest.approx(kernels(rates=RATES).attention_s * (1 + 43 / 64) / (1 + 43 / 128))
-    masked = kernels("data.document_mask=true")
-    assert masked.attention_s == pytest.approx(2 * kernels().attention_s), "every score is computed"
+    masked = kernels("data.document_mask=true", "train.sequence_length=4000")
+    plain = kernels("train.sequence_length=4000")
+    assert masked.attention_s == pytest.approx(2 * plain.attention_s), "every score is computed"
+    sparse = kernels("data.document_mask=true")
+    assert sparse.attention_s == pytest.approx(2 * kernels().attention_s), "at half the rate, one document a sequence"
 
 
 def test_eager_operators_move_more_bytes() -> None:
