@@ -321,7 +321,7 @@ def square_sums_by_path(*overrides: str) -> dict[str, tuple[float, float]]:
         batch = parts.batches[0]
         with host_syncs_fail() if guarded and world.device.type == "cuda" else nullcontext():
             forward_backward(parts, batch, cfg=cfg, probe=False)
-            parts.update.adamw.zero_grad(set_to_none=True)
+            parts.update.clear_gradients()
             own_pass = stats.square_sum.clone()
             everything = stats.take_square_sum()
         return float(everything), float(own_pass)
