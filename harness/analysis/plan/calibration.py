@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from harness.analysis.plan.work import H200_GB_S, H200_TFLOPS
 from harness.config.model import AttentionKind, NormKind, NormPlacement
+from harness.config.optim import OptimizerKind
 from harness.config.parallel import ActivationCheckpointing
 from harness.config.precision import Fp8Engine, Fp8Recipe, PrecisionKind
 from harness.config.schema import Config, sharing
@@ -85,6 +86,8 @@ def _settings(cfg: Config) -> list[str]:
         found.append(f"precision={kind}")
     if cfg.data.document_mask and not (is_plain and kind is PrecisionKind.bf16):
         found.append("data.document_mask in fp8, not compiled or with activation checkpointing")
+    if cfg.optim.kind is not OptimizerKind.adamw:
+        found.append(f"optim.kind={cfg.optim.kind}")
     if cfg.model.attention is AttentionKind.fp32:
         found.append("model.attention=fp32")
     if cfg.model.qk_norm:
