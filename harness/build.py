@@ -218,7 +218,7 @@ def resolve_resharding(cfg: Config) -> ParallelConfig:
 
 
 def parameter_groups(model: Transformer, cfg: Config) -> list[Group]:
-    """Group the parameters by optimizer, learning-rate multiplier and weight decay, from the model's parameter table."""
+    """Group the parameters by optimizer, learning rate and weight decay, from the model's parameter table."""
     treatments = parameter_table(
         cfg.model, decay_embeddings=cfg.optim.decay_embeddings, matrix_optimizer=cfg.optim.kind
     )

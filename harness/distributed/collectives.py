@@ -34,7 +34,9 @@ def start_all_to_all(
 
     Both tensors must stay unchanged until `wait` of the result. On CUDA `wait` does not wait on the host.
     """
-    work = dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=group, async_op=True)
+    work: dist.Work | None = dist.all_to_all_single(
+        received, sent, received_sizes, sent_sizes, group=group, async_op=True
+    )
     assert work is not None, "this rank belongs to the group"
     return work
 

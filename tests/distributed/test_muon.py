@@ -30,9 +30,7 @@ def numbers(records: list[StepRecord]) -> Numbers:
 def test_a_run_resumes_bit_identically(ranks: Pool, tmp_path: Path, size: int, overrides: tuple[str, ...]) -> None:
     whole = train(ranks, tmp_path, "run.name=whole", "train.num_steps=8", *MUON, *overrides, size=size)
     for until in (4, 8):
-        resumed = train(
-            ranks, tmp_path, "run.name=parts", f"train.num_steps={until}", *MUON, *overrides, size=size
-        )
+        resumed = train(ranks, tmp_path, "run.name=parts", f"train.num_steps={until}", *MUON, *overrides, size=size)
     assert numbers(resumed) == numbers(whole)
     assert whole[-1].loss < whole[0].loss
 
@@ -46,12 +44,12 @@ def test_a_run_with_adamw_continues_with_muon_but_not_the_other_way_round(ranks:
     assert [record.step for record in continued] == list(range(1, 9))
     for result in ranks.run(2, cases.start_run, str(tmp_path), *common, "optim=adamw", "train.num_steps=12"):
         assert result.code == 2
-        assert "exp_avg_sq" in result.problem
+        assert "a checkpoint of Muon (optim.kind) has no state that AdamW could continue with" in result.problem
         assert len(result.problem.splitlines()) == 1
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["nan_grad", "poisoned_batch", "optimizer_reset", "lr_spike"])
+@pytest.mark.parametrize("name", ["nan_grad", "poisoned_batch", "optimizer_reset", "bit_flip_weight"])
 def test_a_drill_passes_its_score_card(ranks: Pool, tmp_path: Path, name: str) -> None:
     card = run_drill(ranks, tmp_path, name, (*RUN_OVERRIDES, "optim=muon"))
     assert not broken_bounds(card), card.score.remarks

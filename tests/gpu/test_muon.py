@@ -77,7 +77,7 @@ def test_equals_torch_muon(own_kernel: bool) -> None:
             own.grad = torch.randn(own.shape, device="cuda", generator=generator)
             their.grad = own.grad.clone()
         muon.step(skip_mask=zero, divisor=one)
-        reference.step()
+        reference.step()  # type: ignore[no-untyped-call]
     for own, their, was in zip(ours.values(), theirs, initial, strict=True):
         difference, moved = (own - their).norm().item(), (their - was).norm().item()
         print(f"{tuple(own.shape)}: moved {moved:.4f}, difference {difference:.6f}")

@@ -74,7 +74,9 @@ def test_directions_are_applied(shapes: Shapes, skip: float, dtype: torch.dtype)
     old = random_matrices(shapes, 0)
     assert int(before) & 0xFFFFFFFF == int(sum_bits(old))
     assert int(after) & 0xFFFFFFFF == int(sum_bits(weights))
-    torch.testing.assert_close(square.double(), sum(weight.double().square().sum() for weight in weights), rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(
+        square.double(), sum(weight.double().square().sum() for weight in weights), rtol=1e-5, atol=0.0
+    )
     for number, (weight, was, direction) in enumerate(zip(weights, old, directions, strict=True)):
         expected = was if skip else was * (1 - 0.1 * number) - direction.to(dtype).float() * (0.5 + number)
         torch.testing.assert_close(weight, expected, rtol=0.0 if skip else 1e-5, atol=0.0 if skip else 1e-5)
@@ -89,9 +91,7 @@ def test_an_update_with_the_kernels_equals_one_without(nesterov: bool) -> None:
         parameters = {str(number): torch.nn.Parameter(each) for number, each in enumerate(random_matrices(shapes, 0))}
         options = [MatrixOptions(0.5, 0.1)] * len(shapes)
         device = torch.device(DEVICE)
-        muon = Muon(
-            parameters, options, cfg=MuonConfig(nesterov=nesterov), device=device, own_kernel=own_kernel
-        )
+        muon = Muon(parameters, options, cfg=MuonConfig(nesterov=nesterov), device=device, own_kernel=own_kernel)
         muon.lr.fill_(0.1)
         sums = []
         for seed, skip in enumerate((0.0, 1.0, 0.0), start=1):

@@ -35,7 +35,7 @@ from harness.analysis.plan.activations import (
     temporary_weight_bytes,
 )
 from harness.analysis.plan.fp8 import blocks_in_fp8, fp8_projections, workspace_bytes
-from harness.analysis.plan.muon import muon_matrices, update_bytes
+from harness.analysis.plan.orthogonalization import muon_matrices, update_bytes
 from harness.analysis.plan.resharding import will_reshard
 from harness.config.schema import Config, check_world, sharing
 from harness.model.size import Shape, block_shapes, num_parameters, root_shapes

@@ -97,8 +97,8 @@ def _waiting_s(cfg: Config, calls: list[Collective], *, kernels: Work, world_siz
 
     gathers = root[CollectiveKind.all_gather] + root[CollectiveKind.reduce_scatter]
     last = pass_s(with_replicas, gathers + replicas + root[CollectiveKind.all_reduce])
-    return (num_micro_batches - 1) * pass_s(regather + scatter, gathers) + last + _exchange_waiting_s(
-        cfg, calls, kernels
+    return (
+        (num_micro_batches - 1) * pass_s(regather + scatter, gathers) + last + _exchange_waiting_s(cfg, calls, kernels)
     )
 
 

@@ -4,10 +4,10 @@ Why: on many machines the links limit the step time, and a wrong mesh is cheaper
 How: each collective is listed with its number of calls, size and group. Blocks are all-gathered once per micro-batch,
 twice if they are resharded after forward. Gradients are reduce-scattered in fp32 at every micro-batch. Replicas
 all-reduce their shards once per step. Muon sends the rows of each batch of matrices to their owners and back, in bf16;
-the all-to-all goes directly from rank to rank. Neighbouring ranks share a machine, and the shards of one replica are neighbours,
-so replicas are spread over machines first. Volumes and times are those of a ring, as in NCCL's cost model: each rank
-sends (n - 1) / n of an all-gather, and twice that of an all-reduce. A ring over several machines uses the ports of all
-its devices. Latency grows with the number of ranks.
+the all-to-all goes directly from rank to rank. Neighbouring ranks share a machine, and the shards of one replica are
+neighbours, so replicas are spread over machines first. Volumes and times are those of a ring, as in NCCL's cost model:
+each rank sends (n - 1) / n of an all-gather, and twice that of an all-reduce. A ring over several machines uses the
+ports of all its devices. Latency grows with the number of ranks.
 Left out: the small all-reduce of signals; other jobs on the same network; trees and in-network reduction.
 """
 
@@ -19,7 +19,7 @@ from typing import final
 
 from harness.analysis.plan.activations import FP32_BYTES, element_bytes
 from harness.analysis.plan.memory import padded_size
-from harness.analysis.plan.muon import direction_bytes, matrix_batches
+from harness.analysis.plan.orthogonalization import direction_bytes, matrix_batches
 from harness.analysis.plan.resharding import BYTES_PER_GB, will_reshard
 from harness.config.parallel import ClusterConfig
 from harness.config.schema import Config, sharing

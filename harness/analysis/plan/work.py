@@ -35,7 +35,7 @@ from typing import final
 
 from harness.analysis.plan.activations import FP32_BYTES, element_bytes
 from harness.analysis.plan.fp8 import NO_FP8, Fp8Projections, fp8_projections, quantized_bytes
-from harness.analysis.plan.muon import muon_matrices, orthogonalize_flops
+from harness.analysis.plan.orthogonalization import muon_matrices, orthogonalize_flops
 from harness.analysis.plan.resharding import BYTES_PER_GB, will_reshard
 from harness.config.model import AttentionKind
 from harness.config.parallel import ActivationCheckpointing, ClusterConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.analysis.plan.memory import checkpoint_bytes, memory
-from harness.analysis.plan.muon import direction_bytes, muon_matrices, orthogonalize_flops, update_bytes
+from harness.analysis.plan.orthogonalization import direction_bytes, muon_matrices, orthogonalize_flops, update_bytes
 from harness.analysis.plan.plan import plan
 from harness.analysis.plan.plan_text import render
 from harness.analysis.plan.predicted_time import step_time
