@@ -80,9 +80,10 @@ def assign_matrices(shapes: Sequence[Matrix], num_ranks: int) -> list[MatrixBatc
         owners.setdefault(shapes[number], [[] for _ in range(num_ranks)])[rank].append(number)
     batches: list[MatrixBatch] = []
     for (rows, columns), owned in owners.items():
-        most = max(1, MAX_BATCH_VALUES // (rows * columns))
-        for first in range(0, max(map(len, owned)), most):
-            taken = tuple(tuple(numbers[first : first + most]) for numbers in owned)
+        longest, most = max(map(len, owned)), max(1, MAX_BATCH_VALUES // (rows * columns))
+        size = -(-longest // -(-longest // most))  # batches of about equal size
+        for first in range(0, longest, size):
+            taken = tuple(tuple(numbers[first : first + size]) for numbers in owned)
             start = batches[-1].end if batches else 0
             batches.append(MatrixBatch(rows=rows, columns=columns, owned=taken, start=start))
     return batches

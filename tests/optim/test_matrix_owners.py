@@ -47,6 +47,11 @@ def test_flops_count_the_gemms_of_the_short_side() -> None:
     assert newton_schulz_flops((2, 3), 1) == newton_schulz_flops((3, 2), 1) == 2 * (2 * 2 * 3 + 2 * 2 * 2 + 2 * 2 * 3)
 
 
+def test_batches_of_a_shape_are_about_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix_owners, "MAX_BATCH_VALUES", 21 * 64)
+    assert [len(batch.owned[0]) for batch in assign_matrices([(8, 8)] * 24, 1)] == [12, 12]
+
+
 def test_a_batch_is_limited_for_each_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix_owners, "MAX_BATCH_VALUES", 2 * 64 * 64)
     batches = assign_matrices([(64, 64)] * 7 + [(200, 64)], 2)
