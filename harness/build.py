@@ -142,6 +142,8 @@ def build(cfg: Config, world: World, run: RunDir, *, shares_snapshots: bool = Fa
         device=world.device,
         replicate=world.replicate,
         own_kernel=compiles_on_cuda,
+        world=world,
+        comm_stats=comm_stats,
     )
     loss_scale = build_loss_scale(cfg.precision, world.device)
     gate = Gate(cfg.sentinel.detect, device=world.device, compiled=compiles_on_cuda)
@@ -216,13 +218,16 @@ def resolve_resharding(cfg: Config) -> ParallelConfig:
 
 
 def parameter_groups(model: Transformer, cfg: Config) -> list[Group]:
-    """Group the parameters by learning-rate multiplier and weight decay, from the model's parameter table."""
-    treatments = parameter_table(cfg.model, decay_embeddings=cfg.optim.decay_embeddings)
+    """Group the parameters by optimizer, learning rate and weight decay, from the model's parameter table."""
+    treatments = parameter_table(
+        cfg.model, decay_embeddings=cfg.optim.decay_embeddings, matrix_optimizer=cfg.optim.kind
+    )
     groups = [
         Group(
             parameters={name: p for name, p in model.named_parameters() if role_of(name) is role},
             lr_multiplier=treatment.lr_multiplier,
             weight_decay=cfg.optim.weight_decay * treatment.decay_multiplier if treatment.decay else 0.0,
+            optimizer=treatment.optimizer,
         )
         for role, treatment in treatments.items()
     ]

@@ -83,7 +83,7 @@ def compute_digests(parts: Parts, batch: Batch, *, cfg: Config) -> Tensor:
         gradients = [digest_bits(local(p.grad)) for p in parts.model.parameters() if p.grad is not None]
         digests = torch.cat([parts.signals.vector.view(torch.int32).to(torch.int64), torch.stack(gradients)])
     parts.signals.clear()
-    parts.update.adamw.zero_grad(set_to_none=True)
+    parts.update.clear_gradients()
     parts.compute_clock.discard_step()
     return digests
 

@@ -64,6 +64,8 @@ def reduce_signals(parts: Parts, *, cfg: Config, probe: bool) -> StepSignals:
         betas = (cfg.optim.beta1, cfg.optim.beta2)
         rates = parts.update.rates_by_name
         parts.signals.add_state(moments=parts.update.state(), rates=rates, betas=betas, eps=cfg.optim.eps)
+        if parts.update.muon is not None:
+            parts.signals.add_update(parts.update.muon.update_square(parts.update.lr))
     if probe and parts.fp8_layers.in_fp8:
         parts.signals.add_fp8(parts.fp8_layers.take_sums())
     reduced = parts.signals.reduce()
@@ -87,7 +89,7 @@ def gate(parts: Parts, signals: StepSignals, *, planned: bool) -> GateDecision:
 
 @torch.no_grad()
 def apply_update(parts: Parts, signals: StepSignals, decision: GateDecision) -> torch.Tensor:
-    """Apply the clipped AdamW update, or leave every parameter and moment bit for bit as it is if it was rejected.
+    """Apply the clipped update, or leave every parameter and moment bit for bit as it is if it was rejected.
 
     Returns the report of the step: everything that the host reads later, as one vector.
     """

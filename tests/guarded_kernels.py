@@ -11,10 +11,10 @@ from inspect import isfunction
 from types import ModuleType
 from typing import Any
 
-from harness.kernels import adamw, chunk_cat, cross_entropy, fp8_quantize, grad_norm, multi_tensor, rope, swiglu
+from harness.kernels import adamw, chunk_cat, cross_entropy, fp8_quantize, grad_norm, multi_tensor, muon, rope, swiglu
 from tests.no_sync import no_sync
 
-MODULES = (chunk_cat, cross_entropy, grad_norm, multi_tensor, rope, fp8_quantize, adamw, swiglu)
+MODULES = (chunk_cat, cross_entropy, grad_norm, multi_tensor, rope, fp8_quantize, adamw, muon, swiglu)
 
 
 def pytest_configure() -> None:

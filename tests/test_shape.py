@@ -96,6 +96,7 @@ TORCH_FREE_MODULES = (
     "harness.data.order.mixture",
     "harness.data.corpus.token_files",
     "harness.data.prepare.prepare",
+    "harness.optim.matrix_owners",
     "harness.optim.schedule",
     "harness.sentinel.device.slots",
     "harness.sentinel.detect.baseline",

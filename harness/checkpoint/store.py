@@ -417,7 +417,10 @@ def read_index(path: Path, shapes: Mapping[str, torch.Size]) -> TensorIndex:
     for name, shape in shapes.items():
         if saved.get(name) != shape:
             there = f"has {name} with shape {list(saved[name])}" if name in saved else f"has no {name}"
-            raise ConfigError("run.name", f"{path} {there}; this configuration needs {list(shape)}")
+            needed = f"this configuration needs {list(shape)}"
+            if name not in saved and f"{name.rpartition('.')[0]}.exp_avg" in saved:
+                needed = "a checkpoint of Muon (optim.kind) has no state that AdamW could continue with"
+            raise ConfigError("run.name", f"{path} {there}; {needed}")
     return index
 
 

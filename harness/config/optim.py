@@ -1,11 +1,21 @@
-"""Config section `optim`: AdamW, gradient clipping and the learning-rate schedule."""
+"""Config section `optim`: AdamW or Muon, gradient clipping and the learning-rate schedule."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from harness.config.errors import require
+
+MAX_ITERATIONS = 20
+"""More Newton-Schulz iterations change nothing."""
+
+
+class OptimizerKind(StrEnum):
+    """The optimizer of the matrices in the blocks."""
+
+    adamw = "adamw"
+    muon = "muon"
 
 
 class ScheduleKind(StrEnum):
@@ -19,9 +29,33 @@ class ScheduleKind(StrEnum):
 
 
 @dataclass(slots=True, kw_only=True)
-class OptimConfig:
-    """AdamW, clipping and schedule."""
+class MuonConfig:
+    """Muon; without effect if optim.kind is adamw."""
 
+    momentum: float = 0.95
+    """Decay of the momentum per step, 0 to 1."""
+    nesterov: bool = True
+    """Orthogonalize the momentum after one more step in the direction of the gradient (Nesterov)."""
+    iterations: int = 5
+    """Newton-Schulz iterations of an update; with 5, singular values end between about 0.7 and 1.2."""
+    update_rms: float = 0.2
+    """Root mean square of an update at learning rate 1, for every shape: an orthogonal m x n matrix is multiplied by
+    update_rms * sqrt(max(m, n)). 0.2 is what AdamW's updates have, so that its lr and weight decay can be kept."""
+
+    def __post_init__(self) -> None:
+        valid = 0 <= self.momentum < 1
+        require(valid, "optim.muon.momentum", f"must be at least 0 and below 1, got {self.momentum}")
+        valid = 1 <= self.iterations <= MAX_ITERATIONS
+        require(valid, "optim.muon.iterations", f"must be from 1 to {MAX_ITERATIONS}, got {self.iterations}")
+        require(self.update_rms > 0, "optim.muon.update_rms", f"must be positive, got {self.update_rms}")
+
+
+@dataclass(slots=True, kw_only=True)
+class OptimConfig:
+    """Optimizer, clipping and schedule."""
+
+    kind: OptimizerKind = OptimizerKind.adamw
+    """Optimizer of the matrices in the blocks. Embedding, head and norms always have AdamW."""
     lr: float
     """Peak learning rate; with muP, that of the base width."""
     beta1: float
@@ -47,6 +81,7 @@ class OptimConfig:
     """Steps of the final decay of schedule wsd; other schedules ignore it."""
     min_lr_fraction: float
     """Final learning rate of cosine, wsd and linear, as a fraction of lr."""
+    muon: MuonConfig = field(default_factory=MuonConfig)
 
     def __post_init__(self) -> None:
         require(self.lr > 0, "optim.lr", f"must be positive, got {self.lr}")

@@ -27,6 +27,20 @@ def all_reduce_min(value: int, group: dist.ProcessGroup | None = None) -> int:
     return int(box)  # sync: it lies in host memory
 
 
+def start_all_to_all(
+    sent: Tensor, received: Tensor, *, sent_sizes: list[int], received_sizes: list[int], group: dist.ProcessGroup
+) -> dist.Work:
+    """Send consecutive parts of a flat tensor to the ranks of a group, and receive a part from each.
+
+    Both tensors must stay unchanged until `wait` of the result. On CUDA `wait` does not wait on the host.
+    """
+    work: dist.Work | None = dist.all_to_all_single(
+        received, sent, received_sizes, sent_sizes, group=group, async_op=True
+    )
+    assert work is not None, "this rank belongs to the group"
+    return work
+
+
 def call_unmatched_barrier() -> None:
     """A barrier that the other ranks do not call: all ranks hang. For drills."""
     dist.barrier()

@@ -63,6 +63,11 @@ class World:
         return self.rank % self.num_shards
 
     @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the shards of this replica, in the order of their shards."""
+        return self.mesh.get_group("shard")
+
+    @property
     def is_first_on_host(self) -> bool:
         """Whether this is the first rank of its machine."""
         return rank_from_environment()[2] == 0

@@ -80,17 +80,18 @@ class CutWarmup:
 
 @final
 class ResetMoments:
-    """optimizer_reset: sets both moments to zero but keeps the step counter, as after a reload that lost them."""
+    """optimizer_reset: sets all moments to zero but keeps the step counter, as after a reload that lost them."""
 
     def __init__(self, site: Site) -> None:
         self._site = site
 
     def before(self, iteration: int) -> None:
         if self._site.strikes(iteration):
-            self._site.log_strike("both moments become zero")
+            self._site.log_strike("all moments become zero")
             for moments in self._site.run.parts.update.state().values():
-                for name in ("exp_avg", "exp_avg_sq"):
-                    local(moments[name]).zero_()
+                for name, moment in moments.items():
+                    if name != "step":
+                        local(moment).zero_()
 
     def after(self, iteration: int) -> None:
         pass

@@ -6,6 +6,9 @@ mup_base_width, matrices inside the blocks have 1/sqrt(m) of the base width's in
 attention logits are divided by head_dim instead of its square root, and output logits by m; the embedding is unchanged.
 AdamW multiplies weight decay by the learning rate, so where the learning rate is divided by m, the decay is multiplied
 by m.
+Muon's updates of matrices have one root mean square for all shapes (`optim.muon.update_rms`), and all their singular
+values are about equal, so their spectral norm grows with sqrt(m). muP keeps the spectral norm: the learning rate is
+divided by sqrt(m), not by m, and the decay is multiplied by sqrt(m).
 Left out: transfer over depth, batch size or training length; a ffn_dim that does not grow in proportion to dim.
 """
 
@@ -16,6 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from harness.config.model import InitKind, ModelConfig
+from harness.config.optim import OptimizerKind
 
 
 class ParameterRole(StrEnum):
@@ -41,6 +45,7 @@ class Treatment:
     decay: bool
     decay_multiplier: float
     """Times optim.weight_decay."""
+    optimizer: OptimizerKind = OptimizerKind.adamw
 
 
 def role_of(parameter_name: str) -> ParameterRole:
@@ -61,15 +66,27 @@ def role_of(parameter_name: str) -> ParameterRole:
             raise ValueError(f"{parameter_name}: a parameter of module {module!r} has no role")
 
 
-def parameter_table(cfg: ModelConfig, *, decay_embeddings: bool) -> dict[ParameterRole, Treatment]:
-    """The treatment of each role. A tied head has the embedding's parameter and treatment."""
+def parameter_table(
+    cfg: ModelConfig, *, decay_embeddings: bool, matrix_optimizer: OptimizerKind = OptimizerKind.adamw
+) -> dict[ParameterRole, Treatment]:
+    """The treatment of each role. A tied head has the embedding's parameter and treatment.
+
+    `matrix_optimizer`: that of the matrices inside the blocks.
+    """
     width = width_multiplier(cfg)
     base_std = _base_std(cfg)
     matrix_std = base_std / math.sqrt(width)
     depth = math.sqrt(2 * cfg.num_layers) if cfg.depth_scaled_init else 1.0
 
     def inside(init_std: float) -> Treatment:
-        return Treatment(init_std=init_std, lr_multiplier=1 / width, decay=True, decay_multiplier=width)
+        divisor = math.sqrt(width) if matrix_optimizer is OptimizerKind.muon else width
+        return Treatment(
+            init_std=init_std,
+            lr_multiplier=1 / divisor,
+            decay=True,
+            decay_multiplier=divisor,
+            optimizer=matrix_optimizer,
+        )
 
     def outside(init_std: float | None, *, decay: bool) -> Treatment:
         return Treatment(init_std=init_std, lr_multiplier=1.0, decay=decay, decay_multiplier=1.0)

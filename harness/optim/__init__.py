@@ -1,1 +1,1 @@
-"""The gated AdamW update and the learning-rate schedule tables."""
+"""The gated update by AdamW and Muon, and the learning-rate schedule tables."""

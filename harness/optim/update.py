@@ -1,11 +1,11 @@
-"""AdamW update with a skip mask on the device, clipping folded in, and the learning rate on the device.
+"""The update by AdamW or Muon with a skip mask on the device, clipping folded in, and the learning rate on the device.
 
 Why: deciding on the host costs a host sync every step, and multiplying a bad gradient by zero writes NaN into the
 weights.
-How: the kernel itself (`harness.optim.adamw`) reads the skip mask (1: parameters, moments and step counters stay bit
-for bit as they are) and the divisor of the gradient: token count, loss scale and clipping in one factor. The number of
-applied updates is counted on the device and indexes the schedule's table of learning rates. A lowered learning rate
-falls at once and recovers slowly.
+How: the kernels themselves (`harness.optim.adamw`, `harness.optim.muon`) read the skip mask (1: parameters, moments and
+step counters stay bit for bit as they are) and the divisor of the gradient: token count, loss scale and clipping in one
+factor. Each group of parameters has one of the two optimizers. The number of applied updates is counted on the device
+and indexes the schedule's table of learning rates. A lowered learning rate falls at once and recovers slowly.
 Moments are allocated at the start, so that every snapshot has the same layout.
 """
 
@@ -17,10 +17,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from harness.config.optim import OptimConfig
+from harness.config.optim import OptimConfig, OptimizerKind
 from harness.distributed.collectives import all_reduce_sum
+from harness.distributed.reduce_scatter import CommStats
 from harness.distributed.shards import local
+from harness.distributed.world import World
 from harness.optim.adamw import AdamWOptions, ParameterShard, step_fused, step_triton, sum_weights_triton
+from harness.optim.muon import MatrixOptions, Muon
 from harness.optim.schedule import schedule_table
 from harness.optim.weight_digest import UpdateSums, WeightDigest, sum_weights
 
@@ -30,11 +33,12 @@ LR_RECOVERY_RATE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Parameters with the same learning-rate multiplier and weight decay."""
+    """Parameters with the same optimizer, learning-rate multiplier and weight decay."""
 
     parameters: Mapping[str, nn.Parameter]
     lr_multiplier: float
     weight_decay: float
+    optimizer: OptimizerKind = OptimizerKind.adamw
 
 
 @dataclass(slots=True)
@@ -42,6 +46,8 @@ class Update:
     """The optimizer with its schedule and counters."""
 
     adamw: torch.optim.AdamW
+    muon: Muon | None
+    """None: all parameters have AdamW."""
     groups: Sequence[Group]
     rates: Tensor
     """Learning rate of each step at multiplier 1."""
@@ -93,15 +99,26 @@ class Update:
         moved = self.lr_scale + (self.lr_target - self.lr_scale) * LR_RECOVERY_RATE * (1 - skip_mask)
         self.lr_scale.copy_(moved.clamp(max=self.lr_target))
         lr = self.lr
-        for group, options in zip(self.groups, self.adamw.param_groups, strict=True):
-            options["lr"].copy_(lr * group.lr_multiplier)
+        self.set_rates(lr)
         if self.clip_value is not None:
             grad_norm = self._clip_elements(self.clip_value * divisor) / divisor
         excess = 1.0 if self.clip_norm is None else (grad_norm / self.clip_norm).clamp(min=1.0)
         self.step_optimizer(skip_mask=skip_mask, divisor=divisor * excess)
-        self.adamw.zero_grad(set_to_none=True)
+        self.clear_gradients()
         self.step += 1 - skip_mask.to(self.step.dtype)
         return lr
+
+    def set_rates(self, lr: Tensor) -> None:
+        """Set the learning rate of each optimizer and group from the one at multiplier 1."""
+        for group, options in zip(groups_with(self.groups, OptimizerKind.adamw), self.adamw.param_groups, strict=True):
+            options["lr"].copy_(lr * group.lr_multiplier)
+        if self.muon is not None:
+            self.muon.lr.copy_(lr)
+
+    def clear_gradients(self) -> None:
+        """Free the gradients of all parameters."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
     @torch.no_grad()
     def _clip_elements(self, limit: Tensor) -> Tensor:
@@ -118,7 +135,8 @@ class Update:
 
     @torch.no_grad()
     def step_optimizer(self, *, skip_mask: Tensor, divisor: Tensor) -> None:
-        """Run AdamW on this rank's local shards: `AdamW.step` would send every list through DTensor's dispatch."""
+        """Run AdamW and Muon on this rank's local shards: `AdamW.step` would send every list through DTensor's
+        dispatch. With Muon it is collective."""
         step = step_triton if self.own_kernel else step_fused
         sums = []
         for options in self.adamw.param_groups:
@@ -126,13 +144,19 @@ class Update:
             group_options = AdamWOptions(options["lr"], options["weight_decay"], beta1, beta2, options["eps"])
             shards = [self._shard(parameter) for parameter in options["params"]]
             sums.append(step(shards, group_options, skip_mask=skip_mask, divisor=divisor))
+        if self.muon is not None:
+            sums.append(self.muon.step(skip_mask=skip_mask, divisor=divisor))
         self.digest.on_update(UpdateSums.combine(sums))
 
     @torch.no_grad()
     def measure_digest(self) -> None:
         """Take the digest of weights that were not written by an update: initialized, loaded or restored."""
         measure = sum_weights_triton if self.own_kernel else sum_weights
-        groups = [[local(parameter) for parameter in group.parameters.values()] for group in self.groups]
+        adamw_groups = groups_with(self.groups, OptimizerKind.adamw)
+        groups = [[local(parameter) for parameter in group.parameters.values()] for group in adamw_groups]
+        if self.muon is not None:  # in one launch, as in the update
+            groups.append([local(parameter) for parameter in self.muon.parameters.values()])
+            self.muon.on_restore()
         self.digest.on_restore(UpdateSums.combine([measure(weights) for weights in groups]))
 
     def _shard(self, parameter: nn.Parameter) -> ParameterShard:
@@ -147,8 +171,17 @@ class Update:
         )
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Moments and step counter of each parameter, by parameter name."""
-        return {name: self.adamw.state[parameter] for name, parameter in self.parameters.items()}
+        """Moments and step counter of each parameter, by parameter name; with Muon only exp_avg, its momentum."""
+        momenta = {} if self.muon is None else self.muon.momenta
+        return {
+            name: {"exp_avg": momenta[name]} if name in momenta else self.adamw.state[parameter]
+            for name, parameter in self.parameters.items()
+        }
+
+
+def groups_with(groups: Sequence[Group], optimizer: OptimizerKind) -> list[Group]:
+    """The groups that have this optimizer."""
+    return [group for group in groups if group.optimizer is optimizer]
 
 
 def build_update(
@@ -159,27 +192,43 @@ def build_update(
     device: torch.device,
     replicate: int = 1,
     own_kernel: bool = False,
+    world: World | None = None,
+    comm_stats: CommStats | None = None,
 ) -> Update:
-    """AdamW over the groups, with its moments allocated."""
+    """AdamW and Muon over their groups, with their moments allocated. `world`: needed if matrices with Muon are
+    sharded."""
+    adamw_groups, muon_groups = (groups_with(groups, kind) for kind in (OptimizerKind.adamw, OptimizerKind.muon))
     options = [
         {
             "params": list(group.parameters.values()),
             "lr": torch.zeros((), dtype=torch.float32, device=device),
             "weight_decay": group.weight_decay,
         }
-        for group in groups
+        for group in adamw_groups
     ]
     adamw = torch.optim.AdamW(options, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=True)
-    for group in groups:
+    for group in adamw_groups:
         for parameter in group.parameters.values():
             adamw.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=device),
                 "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
                 "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
             }
+    muon = None
+    if muon_groups:
+        muon = Muon(
+            {name: parameter for group in muon_groups for name, parameter in group.parameters.items()},
+            [MatrixOptions(group.lr_multiplier, group.weight_decay) for group in muon_groups for _ in group.parameters],
+            cfg=cfg.muon,
+            device=device,
+            world=world,
+            comm_stats=comm_stats,
+            own_kernel=own_kernel,
+        )
     rates = torch.tensor(schedule_table(cfg, num_steps=num_steps), dtype=torch.float64) * cfg.lr
     update = Update(
         adamw=adamw,
+        muon=muon,
         groups=groups,
         rates=rates.to(torch.float32).to(device),
         step=torch.zeros((), dtype=torch.int64, device=device),

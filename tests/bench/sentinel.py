@@ -173,7 +173,7 @@ class PlainSteps:
                 self._ahead.popleft().synchronize()
 
     def update(self) -> None:
-        """AdamW without a gate; the gradient is divided by norm / clip_norm if that is above 1."""
+        """The optimizer without a gate; the gradient is divided by norm / clip_norm if that is above 1."""
         update, clip_norm, device = self.parts.update, self.cfg.optim.clip_norm, self.parts.world.device
         divisor = torch.ones((), device=device)
         if clip_norm is not None:
@@ -181,10 +181,9 @@ class PlainSteps:
             squares = square_sums_of([p.grad for p in update.parameters.values() if p.grad is not None])
             divisor = (squares.sum().sqrt() / clip_norm).clamp(min=1.0)
         rate = self.rates[min(self.state.step, len(self.rates) - 1)]
-        for group, options in zip(update.groups, update.adamw.param_groups, strict=True):
-            options["lr"].fill_(rate * group.lr_multiplier)
+        update.set_rates(torch.full((), rate, device=device))
         update.step_optimizer(skip_mask=torch.zeros((), device=device), divisor=divisor)
-        update.adamw.zero_grad(set_to_none=True)
+        update.clear_gradients()
 
 
 class Round(NamedTuple):

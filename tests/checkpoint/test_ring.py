@@ -66,6 +66,8 @@ def rewind(*overrides: str) -> dict[str, Any]:
     [
         (1, (), False),
         (2, ("precision=bf16",), False),
+        (2, ("optim=muon",), False),
+        pytest.param(4, (*UNEVEN, "optim=muon"), True, marks=pytest.mark.full),
         pytest.param(4, UNEVEN, True, marks=pytest.mark.full),
         pytest.param(4, ("parallel.replicate=2", "precision=fp16"), False, marks=pytest.mark.full),
     ],

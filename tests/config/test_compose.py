@@ -79,7 +79,7 @@ def test_overrides_win_over_the_settings_of_a_size() -> None:
         ("data.synthetic.zipf=1", "data.synthetic.zipf: no such key; data.synthetic has num_samples, zipf_exponent, "),
         ("model.dimm=1", "model.dimm: no such key; model has "),
         ("+model.dimm=1", "model.dimm: no such key; model has "),
-        ("++optim.q=1", "optim.q: no such key; optim has lr, "),
+        ("++optim.q=1", "optim.q: no such key; optim has kind, lr, "),
         ("checkpoint.retry_s=-1", "checkpoint.retry_s: must be 0 or more, and finite, got -1"),
         ("foo=1", "foo: no such key; the configuration has run, train, "),
         ("+foo=1", "foo: no such key; the configuration has run, train, "),

@@ -118,6 +118,11 @@ def run_with_sync_as_error(directory: str, *overrides: str) -> list[StepRecord]:
     return [event for event in events.read(rundir.locate(cfg).events) if isinstance(event, StepRecord)]
 
 
+def guarded_losses(directory: str, *overrides: str) -> list[float]:
+    """The losses of `run_with_sync_as_error`."""
+    return [record.loss for record in run_with_sync_as_error(directory, *overrides)]
+
+
 def run_in_fp8(directory: str, *overrides: str) -> list[bool | None]:
     """Whether fp8 was switched on on this rank, for each iteration of a whole run."""
     seen: list[bool | None] = []
@@ -205,6 +210,11 @@ def run_refused_step(value: float, faulty_rank: int, *overrides: str) -> dict[st
         "equals_control": digest(control.update.parameters) == end,
         "moved": not Snapshot.of(control).equals(before),
     }
+
+
+def muon_refusal(*overrides: str) -> dict[str, Any]:
+    """`run_refused_step` with NaN on rank 1."""
+    return run_refused_step(float("nan"), 1, *overrides)
 
 
 def count_collectives(*overrides: str) -> dict[str, int]:
@@ -321,7 +331,7 @@ def square_sums_by_path(*overrides: str) -> dict[str, tuple[float, float]]:
         batch = parts.batches[0]
         with host_syncs_fail() if guarded and world.device.type == "cuda" else nullcontext():
             forward_backward(parts, batch, cfg=cfg, probe=False)
-            parts.update.adamw.zero_grad(set_to_none=True)
+            parts.update.clear_gradients()
             own_pass = stats.square_sum.clone()
             everything = stats.take_square_sum()
         return float(everything), float(own_pass)

@@ -109,7 +109,7 @@ def faulty_rank_grad_squares(run: Run, kinds: list[str]) -> list[float]:
         run.parts.signals.add_gradients()
         table = run.parts.signals.layout.slots(run.parts.signals.reduce())
         squares.append(float(table[SLOTS.index("grad_square"), -1]))
-        run.parts.update.adamw.zero_grad(set_to_none=True)
+        run.parts.update.clear_gradients()
         run.state.iteration = iteration
         for each in injectors:
             each.after(iteration)
@@ -128,7 +128,7 @@ def outlier(run: Run) -> dict[str, Any]:
         run.parts.signals.add_gradients()
         layout, reduced = run.parts.signals.layout, run.parts.signals.reduce()
         steps.append([float(layout.scalar(reduced, "loss")), *layout.group_squares(reduced).tolist()])
-        run.parts.update.adamw.zero_grad(set_to_none=True)
+        run.parts.update.clear_gradients()
         run.state.iteration = iteration
         injector.after(iteration)
     return {"steps": steps, "logged": logged_injections(run)}

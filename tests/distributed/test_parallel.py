@@ -101,6 +101,16 @@ def test_training_equals_one_rank_up_to_rounding(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("overrides", [(), ("parallel=hsdp",)])
+def test_training_with_muon_equals_one_rank_up_to_rounding(
+    ranks: Pool, tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    one = losses_of(ranks, 1, tmp_path / "one", "optim=muon")
+    assert one[-1] < one[0]
+    assert losses_of(ranks, 4, tmp_path / "four", "optim=muon", *overrides) == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.full
 def test_the_same_seed_gives_the_same_bits(ranks: Pool, tmp_path: Path) -> None:
     def numbers(name: str, *overrides: str) -> list[tuple[float, float]]:
         (_, records), *_ = ranks.run(2, cases.run, str(tmp_path), f"run.name={name}", *overrides)
@@ -112,22 +122,25 @@ def test_the_same_seed_gives_the_same_bits(ranks: Pool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "faulty_rank"),
+    ("value", "faulty_rank", "optimizer"),
     [
-        (math.nan, 1),
-        (math.inf, 0),
-        pytest.param(math.nan, 0, marks=pytest.mark.full),
-        pytest.param(math.inf, 1, marks=pytest.mark.full),
+        (math.nan, 1, "adamw"),
+        (math.inf, 0, "adamw"),
+        (math.nan, 1, "muon"),
+        pytest.param(math.nan, 0, "adamw", marks=pytest.mark.full),
+        pytest.param(math.inf, 1, "adamw", marks=pytest.mark.full),
+        pytest.param(math.inf, 0, "muon", marks=pytest.mark.full),
     ],
 )
-def test_a_refused_update_changes_no_tensor(ranks: Pool, value: float, faulty_rank: int) -> None:
-    for outcome in ranks.run(2, cases.run_refused_step, value, faulty_rank):
+def test_a_refused_update_changes_no_tensor(ranks: Pool, value: float, faulty_rank: int, optimizer: str) -> None:
+    for outcome in ranks.run(2, cases.run_refused_step, value, faulty_rank, f"optim={optimizer}"):
         assert outcome == {"unchanged": True, "equals_control": True, "moved": True}
 
 
 @pytest.mark.full
-def test_a_refused_update_changes_no_tensor_on_four_ranks_and_replicas(ranks: Pool) -> None:
-    for outcome in ranks.run(4, cases.run_refused_step, math.nan, 2, "parallel=hsdp"):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_refused_update_changes_no_tensor_on_four_ranks_and_replicas(ranks: Pool, optimizer: str) -> None:
+    for outcome in ranks.run(4, cases.run_refused_step, math.nan, 2, "parallel=hsdp", f"optim={optimizer}"):
         assert outcome == {"unchanged": True, "equals_control": True, "moved": True}
 
 

@@ -99,7 +99,7 @@ def test_micro_batch_gradients_accumulate() -> None:
             gradients_of_runs.append(
                 {name: local(p.grad).clone() for name, p in parts.update.parameters.items() if p.grad is not None}
             )
-            parts.update.adamw.zero_grad(set_to_none=True)
+            parts.update.clear_gradients()
         disconnect()
     for gradients in gradients_of_runs[1:]:
         for name, gradient in gradients.items():

@@ -26,12 +26,12 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
-from harness.kernels import adamw, chunk_cat, cross_entropy, fp8_quantize, grad_norm, multi_tensor, rope, swiglu
+from harness.kernels import adamw, chunk_cat, cross_entropy, fp8_quantize, grad_norm, multi_tensor, muon, rope, swiglu
 
 TYPES = {
     **dict.fromkeys(("count", "width", "height", "length", "every", "ignored", "num_tensors"), "i32"),
     **dict.fromkeys(("stride", "before_stride", "after_stride"), "i32"),
-    **dict.fromkeys(("values", "before", "out", "gate", "up", "tensor", "logits"), "*bf16"),
+    **dict.fromkeys(("values", "before", "out", "gate", "up", "tensor", "logits", "buffer"), "*bf16"),
     **dict.fromkeys(("fused_qkv", "query", "key", "value"), "*bf16"),
     **dict.fromkeys(("after", "rows", "columns", "gate_rows", "gate_columns", "up_rows", "up_columns"), "*u8"),
     **dict.fromkeys(("requantize", "is_stale", "counts"), "*i32"),
@@ -44,7 +44,7 @@ WITHIN = {"_swiglu", "_swiglu_grads", "num_tiles_to_requantize", "_corner", "til
 WITHIN |= {"_quantize_tile", "_quantize_swiglu_tile", "_grads_of_tile", "_row_at", "_underflows", "count_zeros"}
 WITHIN |= {"_amax_of_tiles", "find_piece", "load_entry", "_first_row_and_head", "_head_offsets", "_angle_offsets"}
 WITHIN |= {"_rotate", "_copy", "_copy_piece"}
-modules = (adamw, chunk_cat, cross_entropy, fp8_quantize, grad_norm, multi_tensor, rope, swiglu)
+modules = (adamw, chunk_cat, cross_entropy, fp8_quantize, grad_norm, multi_tensor, muon, rope, swiglu)
 found = {
     name: value for module in modules for name, value in vars(module).items() if isinstance(value, JITFunction)
 }
@@ -80,6 +80,8 @@ def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
     names = run("-c", COMPILED, TRITON_CACHE_DIR=str(tmp_path)).split()
     assert {
         "_step_adamw",
+        "_blend_momentum",
+        "_apply_directions",
         "_chunk_cat",
         "_chunk_cat_and_square",
         "_count_underflow",
@@ -90,9 +92,8 @@ def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
 
 
 def test_interpreted_kernels_match_torch() -> None:
-    files = [
-        f"tests/gpu/{name}.py" for name in ("test_kernels", "test_multi_tensor", "test_rope", "test_grad_norm_fusion")
-    ]
+    names = ("test_kernels", "test_multi_tensor", "test_muon_kernels", "test_rope", "test_grad_norm_fusion")
+    files = [f"tests/gpu/{name}.py" for name in names]
     options = ("-q", "-p", "no:cacheprovider", "-p", "tests.guarded_kernels")
     output = run("-m", "pytest", *options, *files, TRITON_INTERPRET="1")
     assert " passed" in output

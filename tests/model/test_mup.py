@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from harness.config.model import InitKind, ModelConfig
+from harness.config.optim import OptimizerKind
 from harness.model.mup import ParameterRole, Treatment, attention_scale, output_multiplier, parameter_table, role_of
 from harness.model.transformer import Transformer
 from harness.precision.mixed_precision import linear
@@ -72,6 +73,20 @@ def test_mup_at_four_times_the_base_width(make_config: MakeConfig) -> None:
     assert table[ParameterRole.norm] == Treatment(init_std=None, lr_multiplier=1.0, decay=False, decay_multiplier=1.0)
     assert output_multiplier(cfg) == 0.25
     assert attention_scale(cfg) == 1 / cfg.head_dim
+
+
+def test_muon_keeps_the_spectral_norm_of_updates_under_mup(make_config: MakeConfig) -> None:
+    """An update at 4 times the width has 2 times the spectral norm at the same learning rate."""
+    cfg = make_config(dim=256, mup_base_width=64, init_std=0.02, depth_scaled_init=False)
+    muon = parameter_table(cfg, decay_embeddings=True, matrix_optimizer=OptimizerKind.muon)
+    adamw = parameter_table(cfg, decay_embeddings=True)
+    matrix = muon[ParameterRole.hidden]
+    assert matrix == muon[ParameterRole.residual]
+    assert (matrix.lr_multiplier, matrix.decay_multiplier, matrix.init_std) == (0.5, 2.0, 0.01)
+    assert matrix.optimizer is OptimizerKind.muon
+    for role in (ParameterRole.embedding, ParameterRole.head, ParameterRole.norm):
+        assert muon[role] == adamw[role]
+        assert muon[role].optimizer is OptimizerKind.adamw
 
 
 def test_hidden_init_depends_on_the_base_width_under_mup(make_config: MakeConfig) -> None:

@@ -1,7 +1,7 @@
 """Computes the peak memory of one device in a step, by part, in bytes.
 
 Why: a job that runs out of memory fails after it has queued, and the error does not say what to change.
-How: a rank holds its shard of fp32 weights and of both moments; FSDP2 gathers other weights when they are needed. The
+How: a rank holds its shard of fp32 weights and of the moments; FSDP2 gathers other weights when they are needed. The
 peak can be at five points of a step, and the plan takes the largest:
 
     loss       all saved activations, and the logits of one chunk
@@ -9,7 +9,7 @@ peak can be at five points of a step, and the plan takes the largest:
     backward   within a block: saved tensors are freed, gradients appear; the first and last block of each run of equal
                blocks bound all others
     reduction  the end of backward: the unsharded gradients of embedding and head, and their reduction
-    update     all sharded gradients
+    update     all sharded gradients; with Muon also the matrices that this rank orthogonalizes
 
 The buffers of FSDP2 follow its code. An all-gather needs a flat buffer beside the gathered weights. In backward the
 next block is gathered while this one computes, and the fp32 gradients of the previous block live until this block's are
@@ -35,12 +35,14 @@ from harness.analysis.plan.activations import (
     temporary_weight_bytes,
 )
 from harness.analysis.plan.fp8 import blocks_in_fp8, fp8_projections, workspace_bytes
+from harness.analysis.plan.orthogonalization import muon_matrices, update_bytes
 from harness.analysis.plan.resharding import will_reshard
 from harness.config.schema import Config, check_world, sharing
 from harness.model.size import Shape, block_shapes, num_parameters, root_shapes
 
 TOKEN_BYTES = 8
 NUM_MOMENTS = 2
+"""Of AdamW. Muon has one."""
 WORKSPACE_BYTES = 70_000_000
 """cuBLAS workspaces and small tensors; measured."""
 OUTSIDE_BYTES = 1_000_000_000
@@ -144,7 +146,7 @@ def memory(cfg: Config, *, world_size: int) -> Memory:
     blocks = _peak_candidates(cfg)
     in_blocks = [_in_block(cfg, sizes, block, is_done=is_done) for block in blocks for is_done in (False, True)]
     backward = max(in_blocks, key=_total)
-    reduction, update = _reduction(cfg, sizes), _update(sizes)
+    reduction, update = _reduction(cfg, sizes), _update(cfg, sizes)
     moments = {"loss": loss, "turn": turn, "backward": backward, "reduction": reduction, "update": update}
     fullest = max(moments, key=lambda name: moments[name].total)
     return Memory(
@@ -176,9 +178,10 @@ def _sizes(cfg: Config, world_size: int) -> StepSizes:
     shared = sharing(cfg, world_size)
     block, root = padded_size(block_shapes(model), num_shards), padded_size(root_shapes(model), num_shards)
     shard = FP32_BYTES * (model.num_layers * block + root) // num_shards
+    matrices = FP32_BYTES * padded_size([*muon_matrices(cfg)], num_shards) // num_shards
     state = MemoryParts(
         weights=shard,
-        moments=NUM_MOMENTS * shard,
+        moments=NUM_MOMENTS * shard - matrices,
         gradients=0,
         gathered=0,
         in_flight=0,
@@ -277,11 +280,12 @@ def _reduction(cfg: Config, sizes: StepSizes) -> MemoryParts:
     return _plus(sizes.state, gradients=gradients, in_flight=FP32_BYTES * sizes.root + beside)
 
 
-def _update(sizes: StepSizes) -> MemoryParts:
-    """All sharded gradients; probes are computed in pieces and need no extra memory."""
-    return _plus(sizes.state, gradients=sizes.shard(sizes.num_blocks * sizes.block + sizes.root))
+def _update(cfg: Config, sizes: StepSizes) -> MemoryParts:
+    """All sharded gradients, and Muon's buffers; probes are computed in pieces and need no extra memory."""
+    gradients = sizes.shard(sizes.num_blocks * sizes.block + sizes.root)
+    return _plus(sizes.state, gradients=gradients, in_flight=update_bytes(cfg, sizes.num_shards))
 
 
 def checkpoint_bytes(cfg: Config) -> int:
     """One checkpoint on disk; replicas are saved once."""
-    return FP32_BYTES * num_parameters(cfg.model) * (1 + NUM_MOMENTS)
+    return FP32_BYTES * (num_parameters(cfg.model) * (1 + NUM_MOMENTS) - sum(map(prod, muon_matrices(cfg))))

@@ -12,6 +12,7 @@ from harness.analysis.plan.plan import Fp8, Plan
 from harness.analysis.plan.traffic import LINK_EFFICIENCY, CollectiveKind
 from harness.analysis.plan.work import RATES
 from harness.checkpoint.ring_cost import RollbackCost
+from harness.config.optim import OptimizerKind
 from harness.config.precision import Fp8Engine
 
 WIDTH = 18
@@ -32,6 +33,7 @@ PARTS = {
     "logits": "one chunk of the loss, and the head's gradient",
     "other": "batch and workspaces",
 }
+MUON_MOMENTS = "fp32, one of Muon's for matrices, both of AdamW's for the rest, this rank's shard"
 KERNELS = {
     "gemm_s": "GEMM in blocks",
     "attention_s": "attention",
@@ -40,6 +42,7 @@ KERNELS = {
     "head_s": "head and loss",
     "weights_s": "casts of weights",
     "optimizer_s": "optimizer",
+    "orthogonalize_s": "Newton-Schulz",
 }
 COLUMNS = ("ranks", "memory", "fits", "sent", "inter-node", "compute", "waiting", "step", "MFU", "tokens/s")
 
@@ -111,7 +114,8 @@ def _padding(plan: Plan) -> dict[str, str]:
 
 def _memory(plan: Plan) -> dict[str, str]:
     parts = asdict(plan.memory.parts)
-    rows = {name.replace("_", " "): f"{_gb(parts[name]):>7} GB  {what}" for name, what in PARTS.items()}
+    texts = PARTS | ({"moments": MUON_MOMENTS} if plan.optimizer is OptimizerKind.muon else {})
+    rows = {name.replace("_", " "): f"{_gb(parts[name]):>7} GB  {what}" for name, what in texts.items()}
     rows["outside"] = f"{_gb(plan.memory.outside_bytes):>7} GB  CUDA context, NCCL, fragmentation"
     allowed = plan.memory_allowed_bytes
     available = "" if allowed is None else f"  of {_gb(allowed)} GB (cluster.memory_gb)"

@@ -6,7 +6,8 @@ overlaps with it, block by block: while a block computes, FSDP2 gathers the next
 the gradients of the previous one. The longer of the two determines the time. Exposed in each micro-batch are the first
 gathers, those of the last block if blocks are gathered again, and the reductions of the first block and of embedding
 and head. Gathers and reduce-scatters share the links; the all-reduce between replicas, only in the last micro-batch,
-has its own links if shards stay on one machine. If the batch does not divide evenly, all ranks take as long as the
+has its own links if shards stay on one machine. Muon exchanges one batch of matrices while it orthogonalizes another.
+If the batch does not divide evenly, all ranks take as long as the
 largest share: the others compute padding.
 Left out: slow or failing machines, evaluation, saves.
 """
@@ -96,7 +97,17 @@ def _waiting_s(cfg: Config, calls: list[Collective], *, kernels: Work, world_siz
 
     gathers = root[CollectiveKind.all_gather] + root[CollectiveKind.reduce_scatter]
     last = pass_s(with_replicas, gathers + replicas + root[CollectiveKind.all_reduce])
-    return (num_micro_batches - 1) * pass_s(regather + scatter, gathers) + last
+    return (
+        (num_micro_batches - 1) * pass_s(regather + scatter, gathers) + last + _exchange_waiting_s(cfg, calls, kernels)
+    )
+
+
+def _exchange_waiting_s(cfg: Config, calls: list[Collective], kernels: Work) -> float:
+    """Waiting in Muon's exchanges: the first gather, the last scatter, and what takes longer than the GEMMs."""
+    exchanges = [call for call in calls if call.kind is CollectiveKind.all_to_all]
+    all_s = sum(call.num_calls * (seconds(call, cfg.cluster) or 0.0) for call in exchanges)
+    ends_s = sum(2 * (seconds(call, cfg.cluster) or 0.0) for call in exchanges)
+    return ends_s + max(0.0, all_s - ends_s - kernels.orthogonalize_s)
 
 
 def _cost(calls: list[Collective], kind: CollectiveKind, of: str, cluster: ClusterConfig) -> float:

@@ -3,10 +3,11 @@
 Why: on many machines the links limit the step time, and a wrong mesh is cheaper to notice here than in training.
 How: each collective is listed with its number of calls, size and group. Blocks are all-gathered once per micro-batch,
 twice if they are resharded after forward. Gradients are reduce-scattered in fp32 at every micro-batch. Replicas
-all-reduce their shards once per step. Neighbouring ranks share a machine, and the shards of one replica are neighbours,
-so replicas are spread over machines first. Volumes and times are those of a ring, as in NCCL's cost model: each rank
-sends (n - 1) / n of an all-gather, and twice that of an all-reduce. A ring over several machines uses the ports of all
-its devices. Latency grows with the number of ranks.
+all-reduce their shards once per step. Muon sends the rows of each batch of matrices to their owners and back, in bf16;
+the all-to-all goes directly from rank to rank. Neighbouring ranks share a machine, and the shards of one replica are
+neighbours, so replicas are spread over machines first. Volumes and times are those of a ring, as in NCCL's cost model:
+each rank sends (n - 1) / n of an all-gather, and twice that of an all-reduce. A ring over several machines uses the
+ports of all its devices. Latency grows with the number of ranks.
 Left out: the small all-reduce of signals; other jobs on the same network; trees and in-network reduction.
 """
 
@@ -18,6 +19,7 @@ from typing import final
 
 from harness.analysis.plan.activations import FP32_BYTES, element_bytes
 from harness.analysis.plan.memory import padded_size
+from harness.analysis.plan.orthogonalization import direction_bytes, matrix_batches
 from harness.analysis.plan.resharding import BYTES_PER_GB, will_reshard
 from harness.config.parallel import ClusterConfig
 from harness.config.schema import Config, sharing
@@ -34,6 +36,7 @@ class CollectiveKind(StrEnum):
     all_gather = "all_gather"
     reduce_scatter = "reduce_scatter"
     all_reduce = "all_reduce"
+    all_to_all = "all_to_all"
 
 
 @final
@@ -50,15 +53,15 @@ class RankGroup:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """A collective of a step, for the blocks or for the root module."""
+    """A collective of a step, for the blocks, for the root module or for the matrices that Muon updates."""
 
     kind: CollectiveKind
     of: str
-    """block or root."""
+    """block, root or matrices."""
     num_calls: int
     """Calls in a step."""
     num_bytes: int
-    """The whole tensor: what a gather gives, a scatter takes, an all-reduce sums."""
+    """The whole tensor: what a gather gives, a scatter takes, an all-reduce sums, a rank has for an all-to-all."""
     group: RankGroup
 
     @property
@@ -70,6 +73,8 @@ class Collective:
     @property
     def sent_far_bytes(self) -> int:
         """Through the port of one device to another machine, in one call."""
+        if self.kind is CollectiveKind.all_to_all:
+            return self.num_bytes * (self.group.num_ranks - self.group.per_node) // self.group.num_ranks
         return self.sent_bytes // self.group.per_node if self.group.num_nodes > 1 else 0
 
 
@@ -115,6 +120,10 @@ def collectives(cfg: Config, *, world_size: int) -> list[Collective]:
                 group=replicas,
             ),
         ]
+    if batches := matrix_batches(cfg, shards.num_ranks):
+        mean_bytes = direction_bytes(cfg, shards.num_ranks) // len(batches)
+        kind, num_calls = CollectiveKind.all_to_all, 2 * len(batches)
+        listed.append(Collective(kind=kind, of="matrices", num_calls=num_calls, num_bytes=mean_bytes, group=shards))
     return [collective for collective in listed if collective.group.num_ranks > 1]
 
 
@@ -126,6 +135,11 @@ def seconds(collective: Collective, cluster: ClusterConfig) -> float | None:
     known = [rate for rate in rates if rate is not None]
     if len(known) < len(rates):
         return None
+    if collective.kind is CollectiveKind.all_to_all:
+        near_s = 0.0 if near is None else (collective.sent_bytes - collective.sent_far_bytes) / near
+        far_s = 0.0 if far is None else collective.sent_far_bytes / far
+        hop_s = FAR_HOP_S if group.num_nodes > 1 else NEAR_HOP_S
+        return START_S + hop_s + max(near_s, far_s) / (BYTES_PER_GB * LINK_EFFICIENCY)
     rounds = 2 if collective.kind is CollectiveKind.all_reduce else 1
     num_far = group.num_nodes - 1
     hops_s = num_far * FAR_HOP_S + (group.num_ranks - 1 - num_far) * NEAR_HOP_S

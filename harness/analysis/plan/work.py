@@ -17,7 +17,8 @@ How: FLOPs over the rate of the kernel that computes them, bytes over the bandwi
     head          GEMM of the logits, and the loss: logits are read twice and written once
     weights       fp32 weights cast to the compute type in each micro-batch, twice if will_reshard after forward;
                   gradients cast to fp32, and added to those of earlier micro-batches
-    optimizer     gradient norm and AdamW: once a step, however small the batch is
+    optimizer     gradient norm and AdamW, or the elementwise part of Muon: once a step, however small the batch is
+    orthogonalize Muon's Newton-Schulz iterations: bf16 GEMMs of the rank with the most matrices, once a step
 
 Four of the rates are fitted to measured steps (`tests/analysis/plan/measured.py`, `python -m
 tests.analysis.plan.calibrate`); the others come from kernels measured in isolation, from publications or from a
@@ -29,10 +30,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, fields, replace
+from math import prod
 from typing import final
 
 from harness.analysis.plan.activations import FP32_BYTES, element_bytes, has_dense_mask
 from harness.analysis.plan.fp8 import NO_FP8, Fp8Projections, fp8_projections, quantized_bytes
+from harness.analysis.plan.orthogonalization import muon_matrices, orthogonalize_flops
 from harness.analysis.plan.resharding import BYTES_PER_GB, will_reshard
 from harness.config.model import AttentionKind
 from harness.config.parallel import ActivationCheckpointing, ClusterConfig
@@ -46,6 +49,9 @@ FP8_SPEEDUP = 1979 / 989
 """Dense fp8 rate over dense bf16 rate; datasheet of H100 and H200."""
 FP32_SPEEDUP = 67 / 989
 """Dense fp32 rate over dense bf16 rate; datasheet of H100 and H200. Not measured."""
+NORM_AND_MUON_BYTES = 28
+"""For each parameter of a matrix with Muon: the norm reads the gradient; momentum and weight are read and written, the
+gradient is read, all fp32; the direction is written and read in bf16."""
 NORM_AND_ADAMW_BYTES = 32
 """For each parameter: the norm reads the gradient; AdamW reads gradient, weight and moments, and writes the last three;
 all fp32."""
@@ -102,10 +108,12 @@ class Work:
     head_s: float
     weights_s: float
     optimizer_s: float
+    orthogonalize_s: float
+    """Muon only."""
 
     @property
     def total_s(self) -> float:
-        return self.blocks_s + self.head_s + self.weights_s + self.optimizer_s
+        return self.blocks_s + self.head_s + self.weights_s + self.optimizer_s + self.orthogonalize_s
 
     @property
     def blocks_s(self) -> float:
@@ -137,7 +145,9 @@ def work(cfg: Config, *, world_size: int, rates: KernelRates = RATES) -> Work | 
         for in_fp8 in (False, True)
     )
     quantized = sum(num * quantized_bytes(cfg, projections, tokens) for projections, num in blocks.items())
-    shard = num_parameters(cfg.model) * cfg.parallel.replicate / world_size
+    num_shards = world_size // cfg.parallel.replicate
+    matrices = sum(map(prod, muon_matrices(cfg)))
+    updated_bytes = NORM_AND_ADAMW_BYTES * (num_parameters(cfg.model) - matrices) + NORM_AND_MUON_BYTES * matrices
     head_bytes = 3 * element_bytes(cfg) * cfg.model.vocab_size * tokens
     head_flops = _gemm_flops(cfg.model.dim, cfg.model.vocab_size, tokens, rates)
     return Work(
@@ -147,7 +157,8 @@ def work(cfg: Config, *, world_size: int, rates: KernelRates = RATES) -> Work | 
         quantize_s=count * quantized / quantize_rate,
         head_s=count * (head_flops / (rates.gemm * slow * peak) + head_bytes / bandwidth),
         weights_s=_weights_bytes(cfg, count, is_sharded=world_size > 1) / bandwidth,
-        optimizer_s=NORM_AND_ADAMW_BYTES * shard / bandwidth,
+        optimizer_s=updated_bytes / num_shards / bandwidth,
+        orthogonalize_s=orthogonalize_flops(cfg, num_shards, overhead=rates.gemm_overhead) / (rates.gemm * peak),
     )
 
 

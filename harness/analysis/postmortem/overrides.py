@@ -16,7 +16,7 @@ import yaml
 from harness.config import compose
 from harness.config.data import DataKind
 from harness.config.errors import ConfigError
-from harness.config.optim import ScheduleKind
+from harness.config.optim import OptimConfig, OptimizerKind, ScheduleKind
 from harness.config.schema import Config
 from harness.core.rundir import MAY_DIFFER, RunDir
 
@@ -51,7 +51,7 @@ def groups_of(cfg: Config) -> list[str]:
     chosen = {
         "model": cfg.model.name,
         "data": data,
-        "optim": "adamw_wsd" if cfg.optim.schedule is ScheduleKind.wsd else "adamw",
+        "optim": _optim_option(cfg.optim),
         "precision": str(cfg.precision.kind),
         "parallel": "hsdp" if cfg.parallel.replicate > 1 else "fsdp",
     }
@@ -62,6 +62,12 @@ def groups_of(cfg: Config) -> list[str]:
         for group, option in chosen.items()
         if option in compose.options_of(group) and option != defaults[group]
     ]
+
+
+def _optim_option(cfg: OptimConfig) -> str:
+    if cfg.kind is OptimizerKind.muon:
+        return "muon"
+    return "adamw_wsd" if cfg.schedule is ScheduleKind.wsd else "adamw"
 
 
 def required_overrides(cfg: Config) -> list[str]:

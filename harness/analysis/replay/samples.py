@@ -62,7 +62,7 @@ def _measure_own(parts: Parts, batch: Batch) -> list[tuple[float, float]]:
     """Loss and gradient norm of each row of this rank. Padding rows are computed to keep ranks in step, but dropped."""
     pairs = []
     for row in batch.micro_batches(1):
-        parts.update.adamw.zero_grad(set_to_none=True)
+        parts.update.clear_gradients()
         parts.comm_stats.take_square_sum()
         tokens = (row.targets >= 0).sum().clamp(min=1)
         mask = parts.model.mask_documents(row.documents)
@@ -71,7 +71,7 @@ def _measure_own(parts: Parts, batch: Batch) -> list[tuple[float, float]]:
         square = parts.comm_stats.take_square_sum() if parts.comm_stats.measures_gradients else _own_square(parts)
         if not row.is_padding:
             pairs.append((float(output.row_losses.sum() / tokens), float(square.sqrt())))
-    parts.update.adamw.zero_grad(set_to_none=True)
+    parts.update.clear_gradients()
     return pairs
 
 

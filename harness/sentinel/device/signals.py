@@ -184,17 +184,36 @@ class Signals:
         """Add norms of weights, second moments and the Adam update.
 
         `moments`: parameter name -> step, exp_avg, exp_avg_sq. `rates`: parameter name -> lr of the next update.
+        Parameters without exp_avg_sq are updated by Muon. Their layer groups have no second moment to compare the
+        gradient with, and `add_update` adds their update.
         """
-        parameters = list(self._parameters.values())
-        firsts, seconds = ([moments[name][key] for name in self._parameters] for key in ("exp_avg", "exp_avg_sq"))
-        step = moments[next(iter(self._parameters))]["step"].clamp(min=1)
+        names = [name for name in self._parameters if "exp_avg_sq" in moments[name]]
+        parameters = [self._parameters[name] for name in names]
+        firsts, seconds = ([moments[name][key] for name in names] for key in ("exp_avg", "exp_avg_sq"))
+        step = moments[names[0]]["step"].clamp(min=1)
         first_correction, second_correction = (1 - torch.pow(beta, step) for beta in betas)
         sums = self._sum_state(parameters, firsts, seconds, second_correction, eps=eps)
-        self._part("group_params").add_(self._by_group(sums.weight_squares))
-        self._part("group_moments").add_(self._by_group(sums.seconds / second_correction))
+        squares, second_sums = sums.weight_squares, sums.seconds
+        if len(names) < len(self._parameters):
+            squares = self._sum_squares(list(self._parameters.values()))
+            second_sums = self._spread(names, second_sums)
+        self._part("group_params").add_(self._by_group(squares))
+        self._part("group_moments").add_(self._by_group(second_sums / second_correction))
         self._add("v", sums.second_squares.sum() / self._world.replicate)
-        steps = torch.stack([rates[name] for name in self._parameters]) / first_correction
+        steps = torch.stack([rates[name] for name in names]) / first_correction
         self._add("update", (sums.directions * steps.square()).sum() / self._world.replicate)
+
+    def _spread(self, names: list[str], values: Tensor) -> Tensor:
+        """One number per parameter, from those of the parameters in `names`; zero in layer groups that have others."""
+        missing = {group_of(name) for name in self._parameters.keys() - set(names)}
+        by_name = dict(zip(names, values.unbind(), strict=True))
+        zero = values.new_zeros(())
+        kept = (by_name.get(name, zero) if group_of(name) not in missing else zero for name in self._parameters)
+        return torch.stack(list(kept))
+
+    def add_update(self, square: Tensor) -> None:
+        """Add this rank's share of the squared norm of an update by another optimizer than Adam."""
+        self._add("update", square / self._world.replicate)
 
     def add_weights(self, *, bits: Tensor, square: Tensor, changed: Tensor) -> None:
         """Add the sums over this rank's weights of their bit patterns (modulo 2**32) and of their squares, and 1 if the

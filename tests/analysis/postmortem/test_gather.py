@@ -130,6 +130,7 @@ def test_steps_are_read_by_iteration_with_any_order_of_keys(tmp_path: Path) -> N
         [],
         ["model=50m", "precision=bf16", "optim.lr=3e-4", "optim.clip_norm=null", "data.phases=[]"],
         ["data=synthetic", "data.synthetic.rare_tokens=8", "optim=adamw_wsd", "train.num_steps=500", "parallel=hsdp"],
+        ["optim=muon", "optim.muon.momentum=0.9", "optim.schedule=wsd", "optim.decay_steps=3"],
         ["data=files", "data.sources.main.paths=['/data/a b.bin', /data/c]", "optim.lr=1e-3"],
         ["data=mixture", "+data.sources={web: {kind: files, paths: ['/data/a b.bin', /data/c]}}", "run.seed=9"],
     ],

@@ -168,6 +168,15 @@ def test_missing_evidence_rules_nothing_out(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(("kind", "status"), [("adamw", CauseStatus.ruled_out), ("muon", CauseStatus.not_examined)])
+def test_a_stale_second_moment_is_not_ruled_out_for_matrices_without_one(
+    tmp_path: Path, kind: str, status: CauseStatus
+) -> None:
+    settings = SLOW.replace("optim: {", f"optim: {{kind: {kind}, ")
+    results = {each.cause: each.status for each in ranked(tmp_path, stories.poisoned(), settings)}
+    assert results[Cause.beta2_stale] is status
+
+
 def test_too_high_rate_is_never_structural_nor_ruled_out(tmp_path: Path) -> None:
     results = {result.cause: result for result in ranked(tmp_path, stories.hot_start(), stories.HOT)}
     assert results[Cause.structural].score < KNOWN

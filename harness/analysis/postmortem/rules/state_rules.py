@@ -12,6 +12,7 @@ from harness.analysis.postmortem.evidence import Evidence
 from harness.analysis.postmortem.measures import Measures
 from harness.analysis.postmortem.rules.causes import Cause, Panel, Reason, RuleResult, leave_unexamined, rate_cause
 from harness.analysis.postmortem.rules.update_rules import TORN, is_ordinary
+from harness.config.optim import OptimizerKind
 from harness.core.events import FindingKind
 
 OVERFLOW_PRECISION = "fp16"
@@ -191,6 +192,9 @@ def beta2_stale(evidence: Evidence, measures: Measures) -> RuleResult:
     memory = f"optim.beta2={beta2:g} averages {1 / (1 - beta2):.0f} steps"
     if not is_stale and ratio is None:
         text = f"{memory}; the gradient relative to the second moment was not probed in the incident"
+        return leave_unexamined(cause, text, Panel.moments)
+    if not is_stale and evidence.run.settings.get("optim.kind") == OptimizerKind.muon:
+        text = "the matrices of the blocks have Muon, without a second moment; only that of the others was probed"
         return leave_unexamined(cause, text, Panel.moments)
     if not is_stale:
         size = f"the gradient was at most {ratio:.3g} times the root of the second moment"
