@@ -127,6 +127,7 @@ def dispatch(action: Action, parts: Parts, state: RunState, *, root: Path) -> Re
             return roll_back(action, parts, root=root)
         case ActionKind.skip:
             exclude(action, parts)
+            give_back(action, parts, state)
         case ActionKind.swap:
             assert action.source is not None
             reweight(action, {action.source: 0.0}, parts, state)
