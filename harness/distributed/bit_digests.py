@@ -19,8 +19,10 @@ from torch import Tensor
 
 PIECE = 2**24
 """Values that are digested at a time, to avoid large temporaries."""
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 """Bytes of a value -> the integer type of its bit pattern."""
+SHIFT = 2**40 + 1
+"""Odd, and larger than twice any bit pattern: then no single flipped bit leaves x * (x + SHIFT) as it is."""
 
 
 class Computation(IntEnum):
@@ -32,12 +34,12 @@ class Computation(IntEnum):
 
 
 def digest_bits(values: Tensor) -> Tensor:
-    """Sum of the squared bit patterns of a tensor, modulo 2**64; int64. A plain sum would miss errors of the last bit
-    that cancel."""
+    """Sum of x * (x + SHIFT) over the bit patterns x of a tensor of at most 32 bits, modulo 2**64; int64. A plain sum
+    would miss errors of the last bit that cancel, a sum of squares the sign of 2.0."""
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     for piece in torch.split(values.detach().reshape(-1).view(INTEGERS[values.element_size()]), PIECE):
         wide = piece.to(torch.int64)
-        total += (wide * wide).sum()
+        total += (wide * (wide + SHIFT)).sum()
     return total
 
 

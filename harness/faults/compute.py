@@ -83,7 +83,6 @@ class FlippedPass:
         flat = values.view(-1)
         bits = 8 * flat.element_size()
         bit = fault.bit if bits > HALF_BITS else max(fault.bit - HALF_BITS, 0)
-        integers = flat.view(INTEGERS[flat.element_size()])
-        place = torch.tensor([rng.randrange(len(flat))], device=flat.device)
+        place = rng.randrange(len(flat))
         mask = -(2**bit) if bit == bits - 1 else 1 << bit
-        integers.index_copy_(0, place, integers.index_select(0, place) ^ mask)
+        flat[place : place + 1].view(INTEGERS[flat.element_size()]).bitwise_xor_(mask)
