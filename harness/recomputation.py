@@ -107,7 +107,7 @@ def add_stored_gradients(parts: Parts, digests: BitDigests) -> None:
 
 
 @torch.no_grad()
-def compare(digests: BitDigests, distance: int) -> Tensor:
+def compare_computations(digests: BitDigests, distance: int) -> Tensor:
     """1 + the first stage at which the two computations of the same rows differ; 0 if they are equal. Collective unless
     both are this rank's."""
     of_step = digests.tables[Computation.step]

@@ -168,9 +168,10 @@ def accept(action: Action, parts: Parts, state: RunState) -> None:
 
 
 def give_back(action: Action, parts: Parts, state: RunState) -> None:
-    """Schedule excluded batches again: those that the run has passed come next, the others in their place."""
+    """Schedule batches again: those that the run has passed come next, the others in their place."""
+    give = partial(parts.ledger.give_back, reason=reason_with_author(action), is_repeat=action.kind is ActionKind.skip)
     for batches, from_batch in return_points(action.give_back, state.cursor):
-        write_ledger(parts, partial(parts.ledger.give_back, batches, from_batch, reason_with_author(action)))
+        write_ledger(parts, partial(give, batches, from_batch))
 
 
 def rewind(action: Action, parts: Parts) -> Restored | None:

@@ -20,7 +20,7 @@ from harness.distributed.bit_digests import BitDigests, Computation
 from harness.distributed.collectives import all_reduce_sum
 from harness.distributed.fsdp import free_gathered_weights, set_replica_all_reduce
 from harness.model.transformer import Output
-from harness.recomputation import add_stored_gradients, compare, discarding, fetch_rows
+from harness.recomputation import add_stored_gradients, compare_computations, discarding, fetch_rows
 from harness.sentinel.device.gate import GateDecision
 from harness.sentinel.device.step_report import Totals, pack_report, totals
 
@@ -57,7 +57,7 @@ def forward_backward(parts: Parts, batch: Batch, *, cfg: Config, probe: bool, re
             token_losses=output.token_loss_counts,
         )
     if digests is not None and recompute is not None:
-        parts.signals.add_corruption(compare(digests, recompute))
+        parts.signals.add_corruption(compare_computations(digests, recompute))
 
 
 def differentiate(

@@ -190,7 +190,9 @@ class Policy:
             case Rung.skip if budgets.allows(ActionKind.skip, progress=progress):
                 first = incident.pending[0] if incident.pending else self.policy_state.lineage.seen[-1].cursor
                 skip = self._make_action(ActionKind.skip, incident, response.reason, now)
-                return replace(skip, exclude=[first, first], give_back=[[first, first]] if response.gives_back else [])
+                if response.gives_back:
+                    return replace(skip, give_back=[[first, first]])
+                return replace(skip, exclude=[first, first])
             case Rung.skip if self.policy_state.only_watches:
                 return None
             case Rung.skip:
