@@ -43,7 +43,7 @@ def checked_steps(run: Run, fault: dict[str, Any] | None, distances: list[int | 
         probe = number % 2 == 1
         forward_backward(parts, parts.batches[number], cfg=cfg, probe=probe, recompute=distance)
         layout = parts.signals.layout
-        report = finish_step(parts, cfg=cfg, probe=probe)
+        report = finish_step(parts, cfg=cfg, probe=probe).cpu()
         codes = layout.slot(report[: layout.size], "corruption")
         first = int(codes[codes > 0].min()) if codes.any() else 0
         seen.ranks.append(find_corrupted(codes.numpy(), distance=distance or 0) if first else [])
