@@ -9,7 +9,8 @@
 *seeds*: each seed draws a rank, a layer, a tensor (activation, weight as it is read, gradient), a low bit of the
 mantissa, an iteration, and whether the error hits another value each time or always the same one. From that iteration
 on the bit is wrong in every pass of the rank. Counted are the steps until a check names the rank, at most `--every` x
-ranks. With two ranks an error that a rank repeats names both.
+ranks. With two ranks an error that a rank repeats names both. A seed that was not found is computed with and without
+the error: if no bit of any output or gradient differs, rounding has hidden the error, and it is not counted.
 *clean*: every step is checked, on own rows and on those of another rank in turn.
 *cost*: blocks of steps that are all checked alternate with blocks that are not, in one run with one rank. One check in
 `sentinel.sdc.every` steps costs that much less.
@@ -34,6 +35,8 @@ from harness.build import build, build_meter
 from harness.config.compose import load
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
+from harness.distributed.bit_digests import Computation
+from harness.distributed.collectives import all_reduce_sum
 from harness.distributed.determinism import deterministic_algorithms
 from harness.distributed.world import connect, disconnect
 from harness.faults.fault_plan import Fault, FaultKind
@@ -41,10 +44,10 @@ from harness.faults.injectors import make_injector
 from harness.faults.site import Site
 from harness.model.size import num_parameters
 from harness.precision.attention import fast_attention
-from harness.recomputation import choose_distance
+from harness.recomputation import choose_distance, compare_computations, discarding
 from harness.run import Run
 from harness.sentinel.device.slots import find_corrupted
-from harness.step import finish_step, forward_backward
+from harness.step import differentiate, finish_step, forward_backward
 from tests.bench.clock import SETTLING_STEPS, WARMUP_STEPS, alternate
 from tests.bench.sentinel import SentinelSteps
 from tests.distributed.drill_cases import inspect_run_with
@@ -70,6 +73,8 @@ class Found(NamedTuple):
     """From the first strike to the check that names the rank, both included; None: not found."""
     ranks: list[int]
     stage: str
+    num_effects: int = 0
+    """If it was not found: in how many of as many further steps it changed any output or gradient."""
 
     @property
     def is_right_layer(self) -> bool:
@@ -140,7 +145,22 @@ def find_fault(run: Run, injector: Any, fault: Fault, *, every: int, limit: int)
             if fault.rank in ranks:
                 stage, _ = layout.describe_stage(int(codes[codes > 0].min()) - 1)
                 return Found(fault, number, ranks, stage)
-    return Found(fault, None, [], "")
+    num_effects = sum(has_effect(run, injector) for _ in range(limit))
+    return Found(fault, None, [], "", num_effects)
+
+
+def has_effect(run: Run, injector: Any) -> bool:
+    """Compute a batch without and with the fault, and apply no update: whether any output or gradient differs."""
+    parts, cfg = run.parts, run.cfg
+    digests, rows = parts.comm_stats.digests, parts.batches[run.state.iteration].micro_batches(None)[0]
+    assert digests is not None
+    seed = parts.loss_scale.value / (cfg.train.batch_size * cfg.train.sequence_length)
+    for computation in (Computation.again, Computation.step):
+        injector.before(injector._site.fault.at if computation is Computation.step else sys.maxsize)
+        with discarding(parts), digests.recording(computation):
+            differentiate(parts, rows, seed=seed, probe=False, digests=digests)
+    run.state.iteration += 1
+    return bool(all_reduce_sum(compare_computations(digests, 0)))
 
 
 def count_false_alarms(run: Run, num_steps: int) -> int:
@@ -158,18 +178,22 @@ def report_seeds(found: list[Found], *, every: int, num_ranks: int) -> None:
     steps = [each.steps for each in found if each.steps is not None]
     alone = sum(each.ranks == [each.fault.rank] for each in found)
     layers = sum(each.is_right_layer for each in found)
-    print(f"permanent corruption: {len(steps)} of {len(found)} seeds found within {limit} steps")
+    harmless = [each for each in found if each.steps is None and not each.num_effects]
+    num = len(found) - len(harmless)
+    print(f"permanent corruption: {len(steps)} of {num} seeds found within {limit} steps")
+    print(f"  {len(harmless)} more seeds are no corruption: rounding hides the bit in every output and every gradient")
     print(f"  a check every {every} steps, {num_ranks} ranks")
     print(f"  steps until found: median {statistics.median(steps):g}, most {max(steps)}")
     print(f"  the rank alone was named in {alone}, with one other in {len(steps) - alone}; the layer in {layers}")
     for kind in KINDS:
         for is_stuck in (False, True):
-            own = [each for each in found if (each.fault.kind, each.fault.is_stuck) == (kind, is_stuck)]
+            drawn = [each for each in found if (each.fault.kind, each.fault.is_stuck) == (kind, is_stuck)]
+            own = [each for each in drawn if each not in harmless]
             num = sum(each.steps is not None for each in own)
             print(f"  {kind}, {'the same value' if is_stuck else 'another value'} each time: {num} of {len(own)}")
     for each in found:
-        if each.steps is None:
-            print(f"  not found: {each.fault}")
+        if each.num_effects:
+            print(f"  missed, with an effect in {each.num_effects} of {limit} steps: {each.fault}")
 
 
 def measure_cost(overrides: list[str], *, rounds: int, num_steps: int) -> None:
