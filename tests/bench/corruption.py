@@ -9,8 +9,9 @@
 *seeds*: each seed draws a rank, a layer, a tensor (activation, weight as it is read, gradient), a low bit of the
 mantissa, an iteration, and whether the error hits another value each time or always the same one. From that iteration
 on the bit is wrong in every pass of the rank. Counted are the steps until a check names the rank, at most `--every` x
-ranks. With two ranks an error that a rank repeats names both. A seed that was not found is computed with and without
-the error: if no bit of any output or gradient differs, rounding has hidden the error, and it is not counted.
+ranks. With two ranks an error that a rank repeats names both. A single low bit is the smallest error there is. Rounding
+hides it in some steps, more often in bf16. A seed that is not found in time is computed with and without the error, to
+count the steps in which any bit of an output or gradient differs; if there is none, the seed is not counted.
 *clean*: every step is checked, on own rows and on those of another rank in turn.
 *cost*: blocks of steps that are all checked alternate with blocks that are not, in one run with one rank. One check in
 `sentinel.sdc.every` steps costs that much less.
@@ -28,9 +29,11 @@ import tempfile
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 
+import tests.distributed.pool
 from harness.build import build, build_meter
 from harness.config.compose import load
 from harness.core.rundir import RunDir
@@ -63,6 +66,9 @@ LAYERS = {
 }
 MANTISSA_BITS = range(12)
 """Low bits of an fp32 value; in bf16 its lowest bit."""
+PATIENCE = 10
+"""Multiple of the goal after which a seed is given up."""
+CASE_LIMIT_S = 36_000
 
 
 class Found(NamedTuple):
@@ -74,7 +80,7 @@ class Found(NamedTuple):
     ranks: list[int]
     stage: str
     num_effects: int = 0
-    """If it was not found: in how many of as many further steps it changed any output or gradient."""
+    """If it was not found in time: in how many of `--every` x ranks further steps it changed any output or gradient."""
 
     @property
     def is_right_layer(self) -> bool:
@@ -123,7 +129,11 @@ def find_seeds(run: Run, num_seeds: int, every: int) -> list[Found]:
             run.state.iteration += 1  # the fault begins anywhere between two checks
         first = run.state.iteration + 1
         fault = draw_fault(
-            seed, num_ranks=world.size, num_layers=run.cfg.model.num_layers, first=first, duration=limit + 1
+            seed,
+            num_ranks=world.size,
+            num_layers=run.cfg.model.num_layers,
+            first=first,
+            duration=(PATIENCE + 2) * limit,
         )
         injector = make_injector(Site(run=run, fault=fault, number=seed, seed=seed, struck=frozenset()))
         found.append(find_fault(run, injector, fault, every=every, limit=limit))
@@ -133,9 +143,13 @@ def find_seeds(run: Run, num_seeds: int, every: int) -> list[Found]:
 
 
 def find_fault(run: Run, injector: Any, fault: Fault, *, every: int, limit: int) -> Found:
-    """Run steps until a check names the rank of the fault, at most `limit`."""
-    num_ranks, layout = run.parts.world.size, run.parts.signals.layout
-    for number in range(1, limit + 1):
+    """Run steps until a check names the rank of the fault, at most `PATIENCE` times `limit`."""
+    num_ranks, layout, num_effects = run.parts.world.size, run.parts.signals.layout, 0
+    for number in range(1, PATIENCE * limit + 1):
+        if number == limit + 1:
+            num_effects = sum(has_effect(run, injector) for _ in range(limit))
+            if not num_effects:
+                break
         iteration = run.state.iteration
         injector.before(iteration + 1)
         distance = choose_distance(iteration, every=every, is_repeating=False, num_ranks=num_ranks)
@@ -144,8 +158,7 @@ def find_fault(run: Run, injector: Any, fault: Fault, *, every: int, limit: int)
             ranks = find_corrupted(codes.numpy(), distance=distance)
             if fault.rank in ranks:
                 stage, _ = layout.describe_stage(int(codes[codes > 0].min()) - 1)
-                return Found(fault, number, ranks, stage)
-    num_effects = sum(has_effect(run, injector) for _ in range(limit))
+                return Found(fault, number, ranks, stage, num_effects)
     return Found(fault, None, [], "", num_effects)
 
 
@@ -156,7 +169,7 @@ def has_effect(run: Run, injector: Any) -> bool:
     assert digests is not None
     seed = parts.loss_scale.value / (cfg.train.batch_size * cfg.train.sequence_length)
     for computation in (Computation.again, Computation.step):
-        injector.before(injector._site.fault.at if computation is Computation.step else sys.maxsize)
+        injector.before(run.state.iteration + 1 if computation is Computation.step else sys.maxsize)
         with discarding(parts), digests.recording(computation):
             differentiate(parts, rows, seed=seed, probe=False, digests=digests)
     run.state.iteration += 1
@@ -175,25 +188,27 @@ def count_false_alarms(run: Run, num_steps: int) -> int:
 
 def report_seeds(found: list[Found], *, every: int, num_ranks: int) -> None:
     limit = every * num_ranks
-    steps = [each.steps for each in found if each.steps is not None]
-    alone = sum(each.ranks == [each.fault.rank] for each in found)
-    layers = sum(each.is_right_layer for each in found)
     harmless = [each for each in found if each.steps is None and not each.num_effects]
-    num = len(found) - len(harmless)
-    print(f"permanent corruption: {len(steps)} of {num} seeds found within {limit} steps")
-    print(f"  {len(harmless)} more seeds are no corruption: rounding hides the bit in every output and every gradient")
-    print(f"  a check every {every} steps, {num_ranks} ranks")
+    counted = [each for each in found if each not in harmless]
+    in_time = [each for each in counted if each.steps is not None and each.steps <= limit]
+    steps = [each.steps for each in counted if each.steps is not None]
+    named = [each for each in counted if each.steps is not None]
+    alone = sum(each.ranks == [each.fault.rank] for each in named)
+    print(f"permanent corruption: {len(in_time)} of {len(counted)} seeds found within {limit} steps")
+    print(f"  a check every {every} steps, {num_ranks} ranks, {len(found)} seeds drawn")
+    print(f"  in {len(harmless)} seeds no bit of any output or gradient differs: rounding hides the error; not counted")
     print(f"  steps until found: median {statistics.median(steps):g}, most {max(steps)}")
-    print(f"  the rank alone was named in {alone}, with one other in {len(steps) - alone}; the layer in {layers}")
+    print(f"  the rank alone was named in {alone}, with one other in {len(named) - alone}")
+    print(f"  the layer was named in {sum(each.is_right_layer for each in named)}")
     for kind in KINDS:
         for is_stuck in (False, True):
-            drawn = [each for each in found if (each.fault.kind, each.fault.is_stuck) == (kind, is_stuck)]
-            own = [each for each in drawn if each not in harmless]
-            num = sum(each.steps is not None for each in own)
-            print(f"  {kind}, {'the same value' if is_stuck else 'another value'} each time: {num} of {len(own)}")
-    for each in found:
-        if each.num_effects:
-            print(f"  missed, with an effect in {each.num_effects} of {limit} steps: {each.fault}")
+            own = [each for each in counted if (each.fault.kind, each.fault.is_stuck) == (kind, is_stuck)]
+            place = "the same value" if is_stuck else "another value"
+            print(f"  {kind}, {place} each time: {sum(each in in_time for each in own)} of {len(own)}")
+    for each in counted:
+        if each not in in_time:
+            when = "never" if each.steps is None else f"after {each.steps} steps"
+            print(f"  found {when}; rounding hides it in all but {each.num_effects} of {limit} steps: {each.fault}")
 
 
 def measure_cost(overrides: list[str], *, rounds: int, num_steps: int) -> None:
@@ -238,7 +253,11 @@ def main() -> None:
     options = parser.parse_args()
     small = (*SMALL, *options.overrides)
     pool = Pool()
-    with tempfile.TemporaryDirectory() as directory, closing(pool):
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        patch.object(tests.distributed.pool, "CASE_TIMEOUT_S", CASE_LIMIT_S),
+        closing(pool),
+    ):
         if "seeds" in options.only:
             found = pool.run(
                 options.ranks, inspect_run_with, f"{directory}/seeds", small, find_seeds, options.seeds, options.every
