@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
 import numpy as np
 import pytest
 import torch
 
+from harness.config.errors import ConfigError
+from harness.config.sentinel import AllowedActions
+from harness.data.order.ledger import Ledger
 from harness.distributed.bit_digests import INTEGERS, BitDigests, Computation, digest_bits, gradient_stage, stage_names
-from harness.recomputation import choose_distance
+from harness.distributed.world import World
+from harness.planned_changes import windows
+from harness.recomputation import check_interval, choose_distance, explain_off
+from harness.sentinel.device.gate import Gate
 from harness.sentinel.device.signals import SignalLayout
 from harness.sentinel.device.slots import SLOTS, find_corrupted, summarize_slots
+from tests.composed import load
 
 
 def distances(num: int, *, every: int, num_ranks: int, is_repeating: bool = False) -> list[int | None]:
@@ -104,3 +115,49 @@ def test_the_first_difference_is_reported_and_nothing_is_digested_outside_of_a_r
     with digests.recording(Computation.again):
         digests.add_output(0, torch.zeros(5), torch.ones(2))
     assert digests.first_difference(of_step) == 2, "a recording starts from zero"
+
+
+def test_the_gate_rejects_a_corrupted_update_and_keeps_its_history() -> None:
+    gates = [Gate(load().sentinel.detect, device=torch.device("cpu"), rejects_corruption=on) for on in (True, False)]
+    loss, norm, warming = torch.tensor(3.0), torch.tensor(1.0), torch.tensor(0.0)
+    for gate, expected in zip(gates, (1.0, 0.0), strict=True):
+        gate.decide(loss=loss, grad_norm=norm, warming=warming, corruption=torch.tensor(0.0))
+        before = gate.history.clone()
+        decision = gate.decide(loss=loss, grad_norm=norm, warming=warming, corruption=torch.tensor(6.0))
+        assert (float(decision.skip_mask), float(decision.overflow)) == (expected, 0.0)
+        assert torch.equal(gate.history, before) == bool(expected), "a rejected value never enters the history"
+        assert gate.decide(loss=loss, grad_norm=norm, warming=warming).skip_mask == 0.0
+
+
+def test_the_presets_reject_or_only_log() -> None:
+    actions = {name: load([f"sentinel={name}"]).sentinel.policy.actions for name in ("default", "strict", "observe")}
+    assert [name for name, allowed in actions.items() if allowed is AllowedActions.all] == ["default", "strict"]
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "kind", "expected"), [(False, "cpu", 9), (False, "cuda", 0), (True, "cuda", 9)]
+)
+def test_a_gpu_needs_determinism_and_the_start_says_so(deterministic: bool, kind: str, expected: int) -> None:
+    cfg = load(["sentinel.sdc.every=9", f"run.deterministic={str(deterministic).lower()}"])
+    world = cast(World, SimpleNamespace(device=torch.device(kind)))
+    assert check_interval(cfg, world) == expected
+    assert ("run.deterministic=true" in explain_off(cfg, world)) == (expected == 0)
+    cfg.sentinel.sdc.every = 0
+    assert explain_off(cfg, world) == "", "nobody asked for it"
+
+
+def test_a_negative_interval_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"sentinel\.sdc\.every: must be 0 \(never\) or more, got -1"):
+        load(["sentinel.sdc.every=-1"])
+
+
+def test_a_batch_that_is_repeated_is_no_planned_change(tmp_path: Path) -> None:
+    """It survives the file, and the gate keeps its bounds."""
+    ledger = Ledger.load(tmp_path / "ledger.jsonl")
+    ledger.give_back([[5, 5]], 7, "computed wrong", is_repeat=True)
+    read = Ledger.load(tmp_path / "ledger.jsonl")
+    assert (read.next_batch(7).batch, read.next_batch(7, 1).batch, read.num_excluded) == (5, 7, 0)
+    assert windows(load(), read) == []
+    read.give_back([[6, 6]], 9, "accepted")
+    assert [window.first for window in windows(load(), read)] == [9]
+    assert "is_repeat" not in (tmp_path / "ledger.jsonl").read_text().splitlines()[-1], "as in older versions"
