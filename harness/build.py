@@ -22,6 +22,7 @@ from harness.config.errors import ConfigError
 from harness.config.parallel import ParallelConfig
 from harness.config.precision import PrecisionKind
 from harness.config.schema import Config, sharing
+from harness.config.sentinel import AllowedActions
 from harness.core.rundir import RunDir, config_digest
 from harness.data.batches import Batches
 from harness.data.order.ledger import Ledger
@@ -146,7 +147,12 @@ def build(cfg: Config, world: World, run: RunDir, *, shares_snapshots: bool = Fa
         comm_stats=comm_stats,
     )
     loss_scale = build_loss_scale(cfg.precision, world.device)
-    gate = Gate(cfg.sentinel.detect, device=world.device, compiled=compiles_on_cuda)
+    gate = Gate(
+        cfg.sentinel.detect,
+        device=world.device,
+        compiled=compiles_on_cuda,
+        rejects_corruption=cfg.sentinel.policy.actions is AllowedActions.all,
+    )
     ring_cfg = cfg.checkpoint.ring
     shared = open_shared(ring_cfg, run.path, world=world, config=config_digest(cfg)) if shares_snapshots else None
     ring = Ring(state_tensors(update, loss_scale, gate), cfg=ring_cfg, world=world, shared=shared)

@@ -35,7 +35,7 @@ def windows(cfg: Config, ledger: Ledger) -> list[Window]:
         return []
     starts = [(phase.from_batch, "a phase of data.phases begins") for phase in cfg.data.phases]
     starts += [(entry.from_batch, "the ledger changes the weights of sources") for entry in ledger.reweightings]
-    starts += [(entry.from_batch, "batches are given back") for entry in ledger.revocations]
+    starts += [(entry.from_batch, "batches are given back") for entry in ledger.revocations if not entry.is_repeat]
     found = [Window(first, first + length, reason) for first, reason in starts if first > 0]
     if cfg.optim.schedule is ScheduleKind.wsd and cfg.optim.decay_steps:
         knee = train.num_steps - cfg.optim.decay_steps

@@ -127,6 +127,7 @@ def dispatch(action: Action, parts: Parts, state: RunState, *, root: Path) -> Re
             return roll_back(action, parts, root=root)
         case ActionKind.skip:
             exclude(action, parts)
+            give_back(action, parts, state)
         case ActionKind.swap:
             assert action.source is not None
             reweight(action, {action.source: 0.0}, parts, state)
@@ -167,9 +168,10 @@ def accept(action: Action, parts: Parts, state: RunState) -> None:
 
 
 def give_back(action: Action, parts: Parts, state: RunState) -> None:
-    """Schedule excluded batches again: those that the run has passed come next, the others in their place."""
+    """Schedule batches again: those that the run has passed come next, the others in their place."""
+    give = partial(parts.ledger.give_back, reason=reason_with_author(action), is_repeat=action.kind is ActionKind.skip)
     for batches, from_batch in return_points(action.give_back, state.cursor):
-        write_ledger(parts, partial(parts.ledger.give_back, batches, from_batch, reason_with_author(action)))
+        write_ledger(parts, partial(give, batches, from_batch))
 
 
 def rewind(action: Action, parts: Parts) -> Restored | None:

@@ -23,13 +23,12 @@ from harness.config.errors import ConfigError
 from harness.config.schema import Config
 from harness.core.state import RunState
 from harness.data.batch import Batch
+from harness.distributed.bit_digests import digest_bits
 from harness.distributed.collectives import all_reduce_sum, gather_results
 from harness.distributed.shards import local
 from harness.sentinel.device.signals import SCALARS, SignalLayout
 from harness.step import forward_backward
 
-PIECE = 2**24
-"""Values of a gradient that are digested at a time, to avoid large temporaries."""
 FORWARD_PARTS = ("layer_squares", "scalars", "source_losses", "token_losses")
 """Parts of the signals that the forward pass gives, the earliest first."""
 MAX_RANKS = 8
@@ -86,16 +85,6 @@ def compute_digests(parts: Parts, batch: Batch, *, cfg: Config) -> Tensor:
     parts.update.clear_gradients()
     parts.compute_clock.discard_step()
     return digests
-
-
-def digest_bits(values: Tensor) -> Tensor:
-    """Sum of the squared bit patterns of an fp32 tensor, modulo 2**64. A plain sum would miss errors of the last bit
-    that cancel."""
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for piece in torch.split(values.reshape(-1).view(torch.int32), PIECE):
-        wide = piece.to(torch.int64)
-        total += (wide * wide).sum()
-    return total
 
 
 def name_digests(layout: SignalLayout, parameters: list[str]) -> list[tuple[int, str]]:

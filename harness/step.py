@@ -16,25 +16,38 @@ from harness.config.schema import Config
 from harness.core.events import EvalRecord
 from harness.core.state import RunState
 from harness.data.batch import Batch
+from harness.distributed.bit_digests import BitDigests, Computation
 from harness.distributed.collectives import all_reduce_sum
 from harness.distributed.fsdp import free_gathered_weights, set_replica_all_reduce
+from harness.model.transformer import Output
+from harness.recomputation import add_stored_gradients, compare_computations, discarding, fetch_rows
 from harness.sentinel.device.gate import GateDecision
 from harness.sentinel.device.step_report import Totals, pack_report, totals
 
 
-def forward_backward(parts: Parts, batch: Batch, *, cfg: Config, probe: bool) -> None:
-    """Compute the gradients of the mean loss over the global batch, one micro-batch at a time."""
+def forward_backward(parts: Parts, batch: Batch, *, cfg: Config, probe: bool, recompute: int | None = None) -> None:
+    """Compute the gradients of the mean loss over the global batch, one micro-batch at a time.
+
+    `recompute`: compute the first micro-batch twice, and add to the signals whether the bits differ; the second time
+    the rows are those of the rank that many places on, 0: this rank's own (`harness.recomputation`).
+    """
     seed = parts.loss_scale.value / (cfg.train.batch_size * cfg.train.sequence_length)
     micro_batches = batch.micro_batches(cfg.train.micro_batch_size)
+    digests = None if recompute is None else parts.comm_stats.digests
+    if digests is not None and recompute is not None:
+        rows = fetch_rows(micro_batches[0], recompute)
+        if parts.world.replicate > 1:
+            set_replica_all_reduce(parts.model, enabled=True)
+        with discarding(parts), digests.recording(Computation.again):
+            differentiate(parts, rows, seed=seed, probe=probe, digests=digests)
     for number, rows in enumerate(micro_batches, start=1):
         if parts.world.replicate > 1:
             set_replica_all_reduce(parts.model, enabled=number == len(micro_batches))
-        with parts.fp8_layers.probing(probe and not rows.is_padding):
-            output = parts.model(
-                rows.inputs, rows.targets, seed=seed, probe=probe, mask=parts.model.mask_documents(rows.documents)
-            )
-            parts.compute_clock.end()
-            output.objective.backward()
+        if digests is not None and number == 1:
+            with digests.recording(Computation.step):
+                output = differentiate(parts, rows, seed=seed, probe=probe, digests=digests)
+        else:
+            output = differentiate(parts, rows, seed=seed, probe=probe)
         parts.signals.add_forward(
             row_losses=output.row_losses,
             row_tokens=output.row_tokens,
@@ -43,6 +56,23 @@ def forward_backward(parts: Parts, batch: Batch, *, cfg: Config, probe: bool) ->
             layers=output.activation_square_sums,
             token_losses=output.token_loss_counts,
         )
+    if digests is not None and recompute is not None:
+        parts.signals.add_corruption(compare_computations(digests, recompute))
+
+
+def differentiate(
+    parts: Parts, rows: Batch, *, seed: torch.Tensor, probe: bool, digests: BitDigests | None = None
+) -> Output:
+    """Forward and backward pass of one micro-batch; `digests` get the bits of its outputs and gradients."""
+    with parts.fp8_layers.probing(probe and not rows.is_padding):
+        mask = parts.model.mask_documents(rows.documents)
+        output = parts.model(rows.inputs, rows.targets, seed=seed, probe=probe, mask=mask, digests=digests)
+        parts.compute_clock.end()
+        output.objective.backward()
+    if digests is not None:
+        add_stored_gradients(parts, digests)
+    assert isinstance(output, Output)
+    return output
 
 
 class StepSignals(NamedTuple):
@@ -78,13 +108,19 @@ def reduce_signals(parts: Parts, *, cfg: Config, probe: bool) -> StepSignals:
 
 @torch.no_grad()
 def gate(parts: Parts, signals: StepSignals, *, planned: bool) -> GateDecision:
-    """Accept or reject the update, from the reduced loss and gradient norm.
+    """Accept or reject the update, from the reduced loss and gradient norm, and from recomputed micro-batches.
 
     The decision is one bit on the device, equal on every rank. `planned` widens the bounds after a planned change of
     the data or of the schedule.
     """
     loss, grad_norm, _ = signals.totals
-    return parts.gate.decide(loss=loss, grad_norm=grad_norm, warming=parts.update.warming, planned=planned)
+    return parts.gate.decide(
+        loss=loss,
+        grad_norm=grad_norm,
+        warming=parts.update.warming,
+        planned=planned,
+        corruption=parts.signals.layout.slot(signals.reduced, "corruption").sum(),
+    )
 
 
 @torch.no_grad()

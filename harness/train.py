@@ -44,6 +44,7 @@ from harness.distributed.world import World, connected, rank_from_environment
 from harness.precision.attention import fast_attention
 from harness.precision.fp8.engine import require_engine
 from harness.precision.mixed_precision import emulate_half_matmul
+from harness.recomputation import choose_recomputation, explain_off
 from harness.recovery import run_actions
 from harness.resume import Opened, open_run, resume
 from harness.run import Ending, Run
@@ -76,7 +77,7 @@ def train(run: Run) -> Ending:
         batch = parts.batches[place.batch]
         branches = choose_branches(run, place.batch, planned=window is not None)
 
-        forward_backward(parts, batch, cfg=cfg, probe=branches.probe)
+        forward_backward(parts, batch, cfg=cfg, probe=branches.probe, recompute=branches.recompute)
         add_host_signals(run, batch, branches, started_s=started_s)
         signals = reduce_signals(parts, cfg=cfg, probe=branches.probe)
         decision = gate(parts, signals, planned=branches.planned)
@@ -120,6 +121,8 @@ class Branches(NamedTuple):
     evaluates: bool
     planned: bool
     """The step lies in the window after a planned change."""
+    recompute: int | None = None
+    """Whose rows are computed again and compared: those of the rank that many places on; None: nobody's."""
 
 
 def choose_branches(run: Run, cursor: int, *, planned: bool = False) -> Branches:
@@ -136,6 +139,7 @@ def choose_branches(run: Run, cursor: int, *, planned: bool = False) -> Branches
         saves=parts.checkpoints.is_due(state.step + 1),
         evaluates=is_due(cfg.eval.every_steps, state.step + 1, cfg),
         planned=planned,
+        recompute=choose_recomputation(parts, iteration=state.iteration, cfg=cfg),
     )
 
 
@@ -188,6 +192,7 @@ def host_facts(parts: Parts, state: RunState, batch: Batch, branches: Branches) 
         in_fp8=branches.in_fp8,
         in_planned_change=branches.planned,
         stride=parts.batches.compared_stride(branches.cursor) or 1,
+        recomputed=branches.recompute,
     )
 
 
@@ -295,6 +300,8 @@ def run_opened(
             line = check_determinism(parts, state, cfg=cfg)
             if world.is_first:
                 print(f"run.deterministic: {line}{settings.describe_kept()}", flush=True)
+        if world.is_first and (line := explain_off(cfg, world)):
+            print(line, flush=True)
         for event in events:
             reporter.emit(event)
         if any(key.startswith("data.") for key in opened.changes):

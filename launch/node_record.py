@@ -33,6 +33,7 @@ MAX_FAULTS = 1000
 BLAMING = {
     FindingKind.weights_changed: NodeFaultKind.corrupting,
     FindingKind.replica_mismatch: NodeFaultKind.corrupting,
+    FindingKind.corrupting_rank: NodeFaultKind.corrupting,
     FindingKind.rank_outlier: NodeFaultKind.outlier,
     FindingKind.slow: NodeFaultKind.slow,
 }

@@ -35,12 +35,13 @@ LOOP = (
     "run.name=guarded",
     "train.num_steps=3",
     "sentinel.probe_every=2",
+    "sentinel.sdc.every=1",
     "checkpoint.ring.slots=2",
     "checkpoint.ring.every_steps=2",
     "eval.every_steps=3",
     "eval.num_batches=1",
 )
-"""Steps with and without a probe, a snapshot and an evaluation."""
+"""Steps with and without a probe, a snapshot and an evaluation; each computes a micro-batch twice."""
 
 FULL = "parallel.activation_checkpointing=full"
 

@@ -20,7 +20,18 @@ LAYERS = (
     {"precision"},
     {"distributed"},
     {"model", "data", "optim", "sentinel", "checkpoint", "telemetry"},
-    {"build", "control", "held_out", "huggingface", "planned_changes", "recovery", "resume", "run", "run_corpus"}
+    {
+        "build",
+        "control",
+        "held_out",
+        "huggingface",
+        "planned_changes",
+        "recomputation",
+        "recovery",
+        "resume",
+        "run",
+        "run_corpus",
+    }
     | {"start_check", "step", "train"},
     {"faults", "drills", "analysis"},
 )

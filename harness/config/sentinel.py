@@ -190,6 +190,21 @@ class PolicyConfig:
 
 
 @dataclass(slots=True, kw_only=True)
+class SdcConfig:
+    """Silent data corruption: a micro-batch is computed twice and compared bit by bit."""
+
+    every: int = 128
+    """Steps between two checks; 0: never. A check costs the forward and backward pass of one micro-batch. On a GPU it
+    needs run.deterministic=true; otherwise there is no check, and the start says so."""
+    across_ranks: bool = True
+    """Whether every second check compares a rank with another one, which finds errors that a rank repeats. Set it to
+    false if the ranks have different hardware, which may round differently."""
+
+    def __post_init__(self) -> None:
+        require(self.every >= 0, "sentinel.sdc.every", f"must be 0 (never) or more, got {self.every}")
+
+
+@dataclass(slots=True, kw_only=True)
 class SentinelConfig:
     lag: int
     """Steps between an iteration and the reading of its report by the host; 0 waits for every step."""
@@ -203,6 +218,7 @@ class SentinelConfig:
     planned_batches: int = 50
     """Batches (steps, for the schedule) after a planned change within which the bounds of the gate are wider and the
     first rejected update leads to a check; 0: planned changes are treated like any other."""
+    sdc: SdcConfig = field(default_factory=SdcConfig)
     policy: PolicyConfig
     detect: DetectConfig
 

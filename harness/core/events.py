@@ -121,6 +121,16 @@ class ReducedRecord(Event):
     """Ranks whose weights differ from those of their replicas."""
     changed_ranks: list[int] = field(default_factory=list)
     """Ranks whose weights changed between the last two updates, without an update."""
+    recomputed: int | None = None
+    """The first micro-batch was computed twice and compared bit by bit: 0: each rank computed its own rows again; k:
+    those of the rank k places on. None: not in this step."""
+    corrupted_ranks: list[int] = field(default_factory=list)
+    """Ranks whose two computations differ. If rows of other ranks were computed, both ranks of a difference, unless one
+    differs from two others."""
+    corrupted: str = ""
+    """What differs first, in the order of computation: an output, the losses or a gradient."""
+    corrupted_groups: list[str] = field(default_factory=list)
+    """The layer group of `corrupted`; all groups outside the blocks for their gradients, which are reduced together."""
     weight_digest: str = ""
     """Digest of all weights that this step was computed with, hexadecimal; independent of the number of ranks."""
     weight_norm: float | None = None
@@ -282,6 +292,12 @@ class FindingKind(StrEnum):
     weights_changed = "weights_changed"
     """Weights changed without an update."""
     data_mismatch = "data_mismatch"
+    corruption = "corruption"
+    """A micro-batch that was computed twice differs."""
+    corrupting_rank = "corrupting_rank"
+    """It differed again: the rank computes wrong numbers."""
+    corruption_passed = "corruption_passed"
+    """It did not differ again: the error was transient."""
 
 
 ABOUT_SPEED = frozenset({FindingKind.slow, FindingKind.speed_recovered})
@@ -365,8 +381,8 @@ class Action(Event):
     grad_level: float | None = None
     """Accept: the gradient norm that the gate adopts as its new level."""
     give_back: list[list[int]] = field(default_factory=list)
-    """Accept and include: first and last batch index of each range that is consumed after all: next if the run has
-    passed it, else in its place."""
+    """Accept, include and a skip that blames no batch: first and last batch index of each range that is consumed after
+    all: next if the run has passed it, else in its place."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -23,6 +23,7 @@ import harness.precision.fp8.swiglu
 import harness.precision.fused_qkv
 import harness.precision.te_attention  # noqa: F401  (all three define operators that are named below)
 from harness.config.parallel import ActivationCheckpointing, ParallelConfig
+from harness.distributed.bit_digests import BitDigests
 from harness.distributed.reduce_scatter import CommStats, MeasuredReduceScatter, NoCopyReduceScatter, TimedAllGather
 from harness.distributed.torch_private import chunk_cat
 from harness.distributed.torch_private.attention_ops import ATTENTION_OPS
@@ -48,8 +49,10 @@ def shard(
     fully_shard(model, mesh=world.mesh, mp_policy=precision, reshard_after_forward=False)
     square_sum = torch.zeros((), dtype=torch.float32, device=world.device)
     stats = CommStats(square_sum, measures_gradients=world.size > 1, is_sharded=world.size > world.replicate)
+    stats.digests = BitDigests(len(layers), device=world.device)
     all_gather = TimedAllGather(stats)
-    reduce_scatter = MeasuredReduceScatter(stats) if world.size > 1 else NoCopyReduceScatter()
+    numbers = {block: number for number, block in enumerate(layers)}
+    without_copy = NoCopyReduceScatter()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             if world.size > 1:  # with world_size 1 a divide factor, even 1.0, costs a pass over all gradients
@@ -58,7 +61,8 @@ def shard(
                 cast_on_copy(module)
             module.set_force_sum_reduction_for_comms(True)
             module.set_custom_all_gather(all_gather)
-            module.set_custom_reduce_scatter(reduce_scatter)
+            measured = MeasuredReduceScatter(stats, block=numbers.get(module, len(layers)))
+            module.set_custom_reduce_scatter(measured if world.size > 1 else without_copy)
     return stats
 
 

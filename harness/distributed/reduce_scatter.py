@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.distributed.bit_digests import BitDigests
 from harness.distributed.copy_sums import CopySums, SumRequest, request_sums
 from harness.distributed.torch_private.fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
@@ -39,6 +40,8 @@ class CommStats:
     launches. The all-reduce between replicas is FSDP2's own and not counted."""
     copy_sums: CopySums = field(default_factory=CopySums)
     """Sums of squares of the gradients that were measured while they were copied."""
+    digests: BitDigests | None = None
+    """Digests of a micro-batch that is computed twice; None: the model is not sharded by `harness.distributed.fsdp`."""
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -84,10 +87,18 @@ class MeasuredReduceScatter(DefaultReduceScatter):
     The sums of the copy in between are requested at the first `allocate`.
     """
 
-    def __init__(self, stats: CommStats, *, before_measuring: Sequence[Callable[[Tensor], None]] = ()) -> None:
-        """`before_measuring`: functions that modify each gradient in place; only fault injection passes any. The
-        gradient is then measured after them, in a pass of its own."""
+    def __init__(
+        self,
+        stats: CommStats,
+        *,
+        block: int | None = None,
+        before_measuring: Sequence[Callable[[Tensor], None]] = (),
+    ) -> None:
+        """`block`: number of the block whose gradients are reduced; the number of blocks for all other weights; None:
+        gradients are not digested. `before_measuring`: functions that modify each gradient in place; only fault
+        injection passes any. The gradient is then measured after them, in a pass of its own."""
         self._stats = stats
+        self._block = block
         self._before_measuring = before_measuring
         self._input: Tensor | None = None
         """The input of the reduction under way."""
@@ -108,15 +119,17 @@ class MeasuredReduceScatter(DefaultReduceScatter):
             return super().__call__(output_tensor, input_tensor, *inputs, **options)
 
     def _measure(self, gradient: Tensor) -> None:
-        """Measure a filled input, unless the copy has done so.
+        """Measure a filled input, unless the copy has done so, and digest it if this micro-batch is computed twice.
 
         Runs on the reduce-scatter stream, so the additions have a fixed order.
         """
         request, self._request, self._input = self._request, None, None
-        if request is not None and request.is_answered:
-            return
         for modify in self._before_measuring:
             modify(gradient)
+        if self._block is not None and self._stats.digests is not None:
+            self._stats.digests.add_gradient(self._block, gradient)
+        if request is not None and request.is_answered:
+            return
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
         self._stats.square_sum.addcmul_(norm, norm)
 

@@ -36,6 +36,12 @@ class FaultKind(StrEnum):
     """Bit `bit` of one value of this rank's own gradient is flipped."""
     bit_flip_weight = "bit_flip_weight"
     """Bit `bit` of one value of this rank's weights is flipped, after an update."""
+    bit_flip_activation = "bit_flip_activation"
+    """Bit `bit` of one value of the output of a layer is flipped on this rank."""
+    bit_flip_read = "bit_flip_read"
+    """Bit `bit` of one value of a layer's gathered weight is flipped on this rank, as if it was read wrong."""
+    bit_flip_backward = "bit_flip_backward"
+    """Bit `bit` of one value of this rank's own gradient, drawn at random, is flipped before the reduction."""
     poisoned_batch = "poisoned_batch"
     """Rows of the batch consist of the rarest tokens."""
     scrambled_batch = "scrambled_batch"
@@ -136,7 +142,10 @@ class Fault:
     factor: float = 1.0
     """Strength; its meaning and unit depend on the kind."""
     bit: int = 30
-    """Bit of a float32, 0 to 31; 30 is the highest bit of the exponent."""
+    """Bit of a float32, 0 to 31; 30 is the highest bit of the exponent. Of a 16-bit value, bit - 16, at least 0."""
+    is_stuck: bool = False
+    """bit_flip_activation, bit_flip_read, bit_flip_backward: the same value is hit whenever it is computed; otherwise
+    every forward and backward pass draws another one."""
     at_s: float | None = None
     """Seconds after the first event of the log; it strikes the first iteration after that, once. Replaces `at`."""
     duration_s: float = 0.0

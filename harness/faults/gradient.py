@@ -44,11 +44,8 @@ class CorruptGradient:
         self._site = site
         self._armed = False
         parts = site.run.parts
-        in_blocks = {module for block in parts.model.blocks for module in block.modules()}
-        self._group = group_of(site.fault.layer) if site.layer in in_blocks else ""
         if parts.comm_stats.measures_gradients:
-            owner = parts.model.get_submodule(self._group)
-            _run_before_reduction(owner, parts.comm_stats, self._corrupt)
+            change_gradient(site, self._corrupt)
         else:
             parts.signals = intercept(parts.signals, "add_gradients", self._corrupt_stored, first=True)
 
@@ -85,12 +82,7 @@ class CorruptGradient:
                 flip(flat, place, fault.bit)
 
     def _corrupt_stored(self) -> None:
-        own = f"{self._group or 'blocks'}."
-        gradients = [
-            local(parameter.grad)
-            for name, parameter in self._site.run.parts.update.parameters.items()
-            if parameter.grad is not None and name.startswith(own) == bool(self._group)
-        ]
+        gradients = stored_gradients(self._site)
         if self._site.fault.kind is FaultKind.big_grad:
             for gradient in gradients:
                 self._corrupt(gradient)
@@ -99,12 +91,45 @@ class CorruptGradient:
         self._armed = False
 
 
+def affected_group(site: Site) -> str:
+    """The block that has the layer of a fault; empty: the layer is outside the blocks."""
+    in_blocks = {module for block in site.run.parts.model.blocks for module in block.modules()}
+    return group_of(site.fault.layer) if site.layer in in_blocks else ""
+
+
+def stored_gradients(site: Site) -> list[Tensor]:
+    """This rank's shards of the gradients of the block of a fault, or of all weights outside the blocks."""
+    group = affected_group(site)
+    own = f"{group or 'blocks'}."
+    return [
+        local(parameter.grad)
+        for name, parameter in site.run.parts.update.parameters.items()
+        if parameter.grad is not None and name.startswith(own) == bool(group)
+    ]
+
+
+def change_gradient(site: Site, act: Callable[[Tensor], None]) -> None:
+    """Call `act` on the gradient of the fault's layer in every backward pass, before it is measured and reduced. With
+    world_size 1 nothing is reduced: `act` gets the largest gradient when FSDP2 has stored it."""
+    parts, group = site.run.parts, affected_group(site)
+    owner: Any = parts.model.get_submodule(group)
+    if parts.comm_stats.measures_gradients:
+        blocks = list(parts.model.blocks)
+        _run_before_reduction(owner, parts.comm_stats, act, block=blocks.index(owner) if group else len(blocks))
+        return
+    weights = [
+        parameter for parameter in owner.parameters() if group or parameter not in set(parts.model.blocks.parameters())
+    ]
+    largest = max(weights, key=Tensor.numel)
+    largest.register_post_accumulate_grad_hook(lambda parameter: act(local(parameter.grad)))
+
+
 _ACTS: WeakKeyDictionary[nn.Module, list[Callable[[Tensor], None]]] = WeakKeyDictionary()
 """Functions to call on a module's gradient before its reduction; a plan may have several faults of one layer."""
 
 
-def _run_before_reduction(owner: Any, comm_stats: CommStats, act: Callable[[Tensor], None]) -> None:
+def _run_before_reduction(owner: Any, comm_stats: CommStats, act: Callable[[Tensor], None], *, block: int) -> None:
     """Call `act` on a module's own flat gradient before it is measured and reduced."""
     acts = _ACTS.setdefault(owner, [])
     acts.append(act)
-    owner.set_custom_reduce_scatter(MeasuredReduceScatter(comm_stats, before_measuring=acts))
+    owner.set_custom_reduce_scatter(MeasuredReduceScatter(comm_stats, block=block, before_measuring=acts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from harness.faults.bad_batches import TamperedCorpus
 from harness.faults.clock import ClockJump
+from harness.faults.compute import FlippedPass
 from harness.faults.device import BusyDevice
 from harness.faults.fault_plan import FaultKind
 from harness.faults.files import DamagedCheckpoint, FullDisk
@@ -24,6 +25,8 @@ def make_injector(site: Site) -> FaultInjector:
             return CorruptGradient(site)
         case FaultKind.bit_flip_weight:
             return FlippedWeight(site)
+        case FaultKind.bit_flip_activation | FaultKind.bit_flip_read | FaultKind.bit_flip_backward:
+            return FlippedPass(site)
         case (
             FaultKind.poisoned_batch
             | FaultKind.scrambled_batch

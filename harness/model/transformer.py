@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from harness.config.model import ModelConfig, NormKind, NormPlacement
+from harness.distributed.bit_digests import BitDigests
 from harness.model.attention_layer import Attention, AttentionMask, LinearFactory, mask_documents, needs_causal_blocks
 from harness.model.attention_mask import causal_block_mask
 from harness.model.loss import IGNORED, LossOptions, chunked_cross_entropy, count_losses
@@ -208,19 +209,23 @@ class Transformer(nn.Module):
         seed: Tensor | float = 1.0,
         probe: bool = False,
         mask: AttentionMask = None,
+        digests: BitDigests | None = None,
     ) -> Output:
         """The objective and the sums for `tokens` [B, S] and `targets` [B, S], where -100 is ignored.
 
         `seed` multiplies the summed loss before it is differentiated: loss scale / expected tokens. `mask` is from
-        `mask_documents`, or dense.
+        `mask_documents`, or dense. `digests` get the bits of every block's output and of the losses.
         """
-        hidden, square_sums = self._hidden(tokens, mask=mask, probed=(targets != IGNORED).any(dim=1) if probe else None)
+        probed = (targets != IGNORED).any(dim=1) if probe else None
+        hidden, square_sums = self._hidden(tokens, mask=mask, probed=probed, digests=digests)
         if not isinstance(seed, Tensor):
             seed = torch.full((), seed, dtype=torch.float32, device=hidden.device)
         sums = chunked_cross_entropy(
             hidden.flatten(0, 1), self._head_weight(), targets.flatten(), seed, options=self.loss_options
         )
         token_losses = sums.losses.view_as(targets)
+        if digests is not None:
+            digests.add_output(len(self.blocks) + 1, token_losses, sums.objective)
         return Output(
             objective=sums.objective,
             token_losses=token_losses,
@@ -233,10 +238,12 @@ class Transformer(nn.Module):
 
     def logits(self, tokens: Tensor, mask: AttentionMask = None) -> Tensor:
         """All logits [B, S, V] in fp32, for tests and export; the model must not be sharded."""
-        hidden, _ = self._hidden(tokens, mask=mask, probed=None)
+        hidden, _ = self._hidden(tokens, mask=mask, probed=None, digests=None)
         return F.linear(hidden, self._head_weight()).float() * self.loss_options.output_multiplier
 
-    def _hidden(self, tokens: Tensor, *, mask: AttentionMask, probed: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+    def _hidden(
+        self, tokens: Tensor, *, mask: AttentionMask, probed: Tensor | None, digests: BitDigests | None
+    ) -> tuple[Tensor, list[Tensor]]:
         """The input of the head, and the square sums of the sampled layers over the `probed` sequences [B]."""
         if mask is None and self.deterministic and tokens.is_cuda and needs_causal_blocks(self.cfg, *tokens.shape):
             mask = causal_block_mask(tokens.shape[1], tokens.device)
@@ -244,8 +251,12 @@ class Transformer(nn.Module):
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         change: Tensor = _DifferentiableZeros.apply(hidden)  # type: ignore[no-untyped-call]
         square_sums = []
+        if digests is not None:
+            digests.add_output(0, hidden)
         for index, block in enumerate(self.blocks):
             hidden, change = block(hidden, change, cos, sin, mask)
+            if digests is not None:
+                digests.add_output(index + 1, hidden, change)
             if probed is not None and index in self.sampled_layers:
                 stream = hidden.detach() + change.detach()
                 squares = torch.linalg.vector_norm(stream, dim=(1, 2), dtype=torch.float32).square()

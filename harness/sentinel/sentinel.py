@@ -51,6 +51,11 @@ class Sentinel:
     def start(cls, cfg: SentinelConfig) -> Self:
         return cls(cfg, Detectors(cfg.detect), Policy.start(cfg.policy, lag=cfg.lag))
 
+    @property
+    def repeats_check(self) -> bool:
+        """Whether the next step computes a micro-batch twice, because the last such check found a difference."""
+        return self.detectors.corruption.is_repeating
+
     def process_record(self, record: ReducedRecord) -> StepVerdict:
         """Run the detectors and the policy on the record of one iteration."""
         findings = self.detectors.observe(record)

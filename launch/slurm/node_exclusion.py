@@ -32,7 +32,7 @@ class NodeFaultKind(StrEnum):
     lost = "lost"
     """Its launcher died, or its machine was silent."""
     corrupting = "corrupting"
-    """The sentinel found that weights of its ranks changed without an update."""
+    """The sentinel found that weights of its ranks changed without an update, or that a rank computes wrong numbers."""
     hung = "hung"
     """One of its ranks hung."""
     health = "health"

@@ -65,6 +65,8 @@ class SentinelSteps:
     state: RunState
     root: Path
     meter: Meter
+    recompute: int | None = None
+    """Whose rows every step computes again; None: nobody's."""
     report_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
@@ -79,7 +81,7 @@ class SentinelSteps:
         start_s = time.perf_counter() - parts.comm_stats.waited_s
         batch = parts.batches[state.cursor]
         probe = state.iteration % cfg.sentinel.probe_every == 0
-        forward_backward(parts, batch, cfg=cfg, probe=probe)
+        forward_backward(parts, batch, cfg=cfg, probe=probe, recompute=self.recompute)
         parts.signals.add_requests(stop=False, save=parts.checkpoints.is_due_by_clock(), command=False)
         busy_s = time.perf_counter() - parts.comm_stats.waited_s - start_s
         parts.signals.add_host_facts(decision=parts.sentinel.digest, busy_s=busy_s)
@@ -99,6 +101,7 @@ class SentinelSteps:
             memory_bytes=memory_bytes(self.parts.world.device),
             batch=facts_to_record(batch.facts, self.parts.batches.source_names),
             in_fp8=self.parts.fp8_layers.in_fp8,
+            recomputed=self.recompute,
         )
 
     def read_reports(self, *, everything: bool = False) -> None:

@@ -29,7 +29,9 @@ from tests.distributed import cases
 
 FAULTY_RANK = 2
 NUM_WARMUP_STEPS, MAX_STEPS = 130, 130
-OVERRIDES = ("precision=fp8_emulated", "sentinel.detect.divergence_rows=40")
+OVERRIDES = ("precision=fp8_emulated", "sentinel.detect.divergence_rows=40", "sentinel.sdc.every=8")
+FIRST_CHECK = 5
+"""Steps from the warm-up to the first one that is computed twice."""
 
 
 @dataclass
@@ -45,6 +47,7 @@ class RankSignals:
     zeros: float = 0.01
     weight_digest: int = 5
     weights_changed: bool = False
+    corruption: float = 0.0
     step_s: float = 0.1
     busy_s: float = 0.05
     plan: int = 7
@@ -98,6 +101,11 @@ ONE_RANK_FAULTS: dict[FindingKind, SignalFault] = {
     FindingKind.replica_mismatch: partial(_set, weight_digest=6),
     FindingKind.weights_changed: partial(_once, weights_changed=True),
     FindingKind.data_mismatch: partial(_set, plan=8),
+    FindingKind.corruption: partial(_set, corruption=3.0),
+    FindingKind.corrupting_rank: partial(_set, corruption=3.0),
+    FindingKind.corruption_passed: lambda rank_signals, at: _set(
+        rank_signals, at, corruption=3.0 if at <= FIRST_CHECK else 0.0
+    ),
 }
 """A bad signal of one rank -> the finding of all ranks."""
 FROM_THE_START = {FindingKind.never_learned: 320}
@@ -181,6 +189,7 @@ class SimulatedRank:
             memory_bytes=0,
             batch={},
             in_fp8=branches.in_fp8,
+            recomputed=branches.recompute,
         )
         record: StepRecord = unpack_report(
             parts.signals.layout, facts, report, dim=32, dynamic_scale=True, clip_norm=None, replicate=2
@@ -223,6 +232,8 @@ class SimulatedRank:
             square=torch.tensor(rank_signals.weights**2),
             changed=torch.tensor(float(rank_signals.weights_changed)),
         )
+        if branches.recompute is not None:
+            signals.add_corruption(torch.tensor(rank_signals.corruption))
         if branches.probe:
             layout.part(vector, "group_params").fill_(rank_signals.weights**2 / size)
             layout.part(vector, "group_moments").fill_(rank_signals.moments)

@@ -15,9 +15,10 @@ import torch
 from harness.config.errors import ConfigError
 from harness.core import events, processes
 from harness.core.events import StepRecord
+from harness.distributed.bit_digests import digest_bits
 from harness.distributed.determinism import ENVIRONMENT, deterministic_algorithms
 from harness.sentinel.device.signals import SignalLayout
-from harness.start_check import digest_bits, name_digests
+from harness.start_check import name_digests
 from tests.distributed import determinism_cases, faulty_runs
 from tests.distributed.cases import TINY
 from tests.distributed.determinism_cases import NOISY_LAYER

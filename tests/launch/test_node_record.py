@@ -28,6 +28,8 @@ def blamed(*findings: Finding, hosts: list[str] = HOSTS) -> list[tuple[str, Node
 def test_findings_that_name_ranks_of_one_machine_blame_it() -> None:
     assert blamed(finding(FindingKind.weights_changed, 4, 7)) == [("b", NodeFaultKind.corrupting)]
     assert blamed(finding(FindingKind.replica_mismatch, 11)) == [("c", NodeFaultKind.corrupting)]
+    assert blamed(finding(FindingKind.corrupting_rank, 11)) == [("c", NodeFaultKind.corrupting)]
+    assert blamed(finding(FindingKind.corruption, 11)) == [], "it may be transient"
     assert blamed(finding(FindingKind.rank_outlier, 0)) == [("a", NodeFaultKind.outlier)]
     assert blamed(finding(FindingKind.slow, 5)) == [("b", NodeFaultKind.slow)]
     (fault,) = faults_of_findings([finding(FindingKind.slow, 5, 6)], HOSTS, nproc=4, since=50.0)

@@ -32,6 +32,7 @@ GRAVEST = (
     FindingKind.nonfinite,
     FindingKind.replica_mismatch,
     FindingKind.weights_changed,
+    FindingKind.corrupting_rank,
     FindingKind.data_mismatch,
     FindingKind.divergence,
     FindingKind.loss_spike,
@@ -40,6 +41,7 @@ GRAVEST = (
     FindingKind.optimizer_reset,
     FindingKind.scale_collapse,
     FindingKind.fp8_range,
+    FindingKind.corruption,
     FindingKind.grad_spike,
     FindingKind.rank_outlier,
     FindingKind.v_stale,
@@ -48,6 +50,7 @@ GRAVEST = (
     FindingKind.duplicate_batch,
     FindingKind.slow,
     FindingKind.speed_recovered,
+    FindingKind.corruption_passed,
 )
 """Findings by gravity. The kind of an incident is the gravest of its findings."""
 OF_THE_LOSS = frozenset(
@@ -57,6 +60,7 @@ SEVERE = frozenset(
     {
         FindingKind.replica_mismatch,
         FindingKind.weights_changed,
+        FindingKind.corrupting_rank,
         FindingKind.data_mismatch,
         FindingKind.never_learned,
         FindingKind.optimizer_reset,

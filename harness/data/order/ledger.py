@@ -61,6 +61,8 @@ class Revocation:
     """They are consumed when the run reaches this batch, just before it."""
     reason: str
     time: float
+    is_repeat: bool = False
+    """Batches of the present data whose update failed: no change of the data. Written only if true."""
 
 
 Entry = Exclusion | Reweighting | Revocation
@@ -121,12 +123,13 @@ class Ledger:
         named = {name: float(weight) for name, weight in weights.items()}
         self._write(Reweighting(from_batch=from_batch, weights=named, reason=reason, time=time.time()))
 
-    def give_back(self, batches: list[list[int]], from_batch: int, reason: str) -> None:
+    def give_back(self, batches: list[list[int]], from_batch: int, reason: str, *, is_repeat: bool = False) -> None:
         """Consume these batches just before batch `from_batch`, whether they were excluded or passed without
         training."""
         if not _are_ranges(batches, from_batch):
             raise ValueError(f"needs ranges [first, last] of batches before {from_batch}, got {batches}")
-        self._write(Revocation(batches=batches, from_batch=from_batch, reason=reason, time=time.time()))
+        entry = Revocation(batches=batches, from_batch=from_batch, reason=reason, time=time.time(), is_repeat=is_repeat)
+        self._write(entry)
 
     @property
     def revocations(self) -> tuple[Revocation, ...]:
@@ -258,6 +261,9 @@ def return_points(batches: list[list[int]], cursor: int) -> list[tuple[list[list
     return [*([(passed, cursor)] if passed else []), *(([span], span[1] + 1) for span in ahead)]
 
 
+NOT_WRITTEN = ("is_repeat", False)
+
+
 def _line(entry: Entry) -> str:
     match entry:
         case Reweighting():
@@ -266,7 +272,7 @@ def _line(entry: Entry) -> str:
             head = {"version": REVOKE_VERSION, "kind": "revoke"}
         case _:
             head = {"version": VERSION}
-    return json.dumps(head | asdict(entry))
+    return json.dumps({key: value for key, value in (head | asdict(entry)).items() if (key, value) != NOT_WRITTEN})
 
 
 def _are_ranges(batches: object, from_batch: int) -> bool:
@@ -307,9 +313,11 @@ def _parse(line: bytes) -> Entry:
             "from_batch": int(from_batch),
             "reason": str(reason),
             "time": int() | float() as when,
+            **rest,
         }:
             if _are_ranges(batches, from_batch):
-                return Revocation(batches=batches, from_batch=from_batch, reason=reason, time=when)
+                is_repeat = rest.get("is_repeat") is True
+                return Revocation(batches=batches, from_batch=from_batch, reason=reason, time=when, is_repeat=is_repeat)
             raise ValueError("it needs ranges [first, last] of batches before from_batch")
         case {"kind": "revoke"}:
             raise ValueError("kind 'revoke' needs version 2, batches, from_batch, reason and time")

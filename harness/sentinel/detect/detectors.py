@@ -15,6 +15,7 @@ from typing import Any, Self, final
 from harness.config.sentinel import DetectConfig
 from harness.core.events import Finding, ReducedRecord
 from harness.sentinel.detect import loss_curve
+from harness.sentinel.detect.corruption import CorruptionGuard
 from harness.sentinel.detect.fp8_range import RangeGuard
 from harness.sentinel.detect.guards import (
     EXPECTED_ROWS,
@@ -47,6 +48,7 @@ class Detectors:
     speed: SpeedGuard = field(default_factory=SpeedGuard)
     ranks: RankGuard = field(default_factory=RankGuard)
     learning: LearningGuard = field(default_factory=LearningGuard)
+    corruption: CorruptionGuard = field(default_factory=CorruptionGuard)
     sparse: DetectConfig | None = None
     """`cfg` with numbers of rows for `sparse_interval`; derived, not part of the state."""
     sparse_interval: int = 0
@@ -65,6 +67,8 @@ class Detectors:
             found += self.ranks.observe(record)
         if record.other_data:
             found += self.batches.compare(record)
+        if record.recomputed is not None:
+            found += self.corruption.observe(record)
         if record.refused:
             return found + ([] if broken else list(self.curves.observe_rejected(record, self.cfg)))
         if math.isfinite(record.lr):
@@ -126,6 +130,7 @@ PARTS: dict[str, Any] = {
     "speed": SpeedGuard,
     "ranks": RankGuard,
     "learning": LearningGuard,
+    "corruption": CorruptionGuard,
 }
 
 

@@ -2,7 +2,8 @@
 
 How: the decision is computed from reduced signals only, so it is equal on every rank. It is applied by selection, not
 by multiplication: fused AdamW reads the mask and leaves weights and moments untouched. The gate rejects what is not
-finite, and what lies far above the clean history of loss and gradient norm. The bounds come from the recursion of
+finite, what lies far above the clean history of loss and gradient norm, and what a rank computed differently the second
+time (`harness.recomputation`). The bounds come from the recursion of
 `harness.sentinel.detect.baseline`, which the detectors use too, here on float64 scalars of the device. A rejected value
 never enters the history. The history is part of every snapshot, so a resumed run is guarded from its first step.
 """
@@ -61,20 +62,38 @@ class GateDecision(NamedTuple):
 
 @final
 class Gate:
-    def __init__(self, cfg: DetectConfig, *, device: torch.device, compiled: bool = False) -> None:
-        """`compiled`: fuse some 250 scalar operations into a few kernels."""
+    def __init__(
+        self, cfg: DetectConfig, *, device: torch.device, compiled: bool = False, rejects_corruption: bool = True
+    ) -> None:
+        """`compiled`: fuse some 250 scalar operations into a few kernels. `rejects_corruption`: reject an update if a
+        micro-batch that was computed twice differs."""
         self._decide = decide_update
         if compiled:
             self._decide = torch.compile(decide_update, fullgraph=True, options=compile_options())
         self._cfg = cfg
         self._planned = torch.tensor([0.0, 1.0], dtype=torch.float64, device=device).unbind()
+        self._no_corruption = torch.zeros((), dtype=torch.float32, device=device)
+        self._rejects_corruption = rejects_corruption
         self.history = first_history(device)
         """Updated in place."""
 
-    def decide(self, *, loss: Tensor, grad_norm: Tensor, warming: Tensor, planned: bool = False) -> GateDecision:
+    def decide(
+        self,
+        *,
+        loss: Tensor,
+        grad_norm: Tensor,
+        warming: Tensor,
+        planned: bool = False,
+        corruption: Tensor | None = None,
+    ) -> GateDecision:
         """Reject or accept the update of one step, and add an accepted one to the history. `warming`: 1.0 while the
-        learning rate rises. `planned`: the batch lies within the window of a planned change."""
-        decision, following = self._decide(self.history, loss, grad_norm, warming, self._planned[planned], self._cfg)
+        learning rate rises. `planned`: the batch lies within the window of a planned change. `corruption`: above 0 if
+        any rank computed different bits the second time."""
+        if corruption is None or not self._rejects_corruption:
+            corruption = self._no_corruption
+        decision, following = self._decide(
+            self.history, loss, grad_norm, warming, self._planned[planned], corruption, self._cfg
+        )
         self.history.copy_(following)
         return decision
 
@@ -91,14 +110,20 @@ class Gate:
 
 
 def decide_update(
-    history: Tensor, loss: Tensor, grad_norm: Tensor, warming: Tensor, planned: Tensor, cfg: DetectConfig
+    history: Tensor,
+    loss: Tensor,
+    grad_norm: Tensor,
+    warming: Tensor,
+    planned: Tensor,
+    corruption: Tensor,
+    cfg: DetectConfig,
 ) -> tuple[GateDecision, Tensor]:
     """The decision on a step and the history after it; a pure function of tensors, so it can be compiled."""
     values = torch.stack([loss, grad_norm]).to(torch.float64)
     by_loss, by_gradient = history.unbind(dim=1)
     bounds = baseline.gate_bounds(by_loss.unbind(), by_gradient.unbind(), cfg, OPS, warming=warming, planned=planned)
     is_finite = torch.isfinite(values).all()
-    is_clean = is_finite & ~baseline.beyond(values[0], values[1], bounds)
+    is_clean = is_finite & ~baseline.beyond(values[0], values[1], bounds) & (corruption == 0)
     following = baseline.advance(history.unbind(), values, is_clean, cfg, OPS)
     decision = GateDecision(
         skip_mask=(~is_clean).to(torch.float32),

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from harness.core.events import TOKEN_LOSS_EDGES
+from harness.distributed.bit_digests import stage_names
 from harness.distributed.collectives import all_reduce_sum
 from harness.distributed.reduce_scatter import CommStats
 from harness.distributed.world import World
@@ -96,6 +97,17 @@ class SignalLayout:
     def slots(self, vector: Tensor) -> Tensor:
         """`SLOTS` x ranks."""
         return self.part(vector, "slots").view(len(SLOTS), self.num_ranks)
+
+    def slot(self, vector: Tensor, name: str) -> Tensor:
+        """One slot of all ranks [ranks]."""
+        return self.slots(vector)[SLOTS.index(name)]
+
+    def describe_stage(self, stage: int) -> tuple[str, list[str]]:
+        """What a stage of a computation is, and its layer groups (`harness.distributed.bit_digests`)."""
+        blocks = [group for group in self.groups if group.startswith("blocks.")]
+        name, group = stage_names(len(blocks))[stage]
+        others = [own for own in self.groups if own not in blocks]
+        return name, [group] if group in self.groups else others
 
 
 def group_of(parameter_name: str) -> str:
@@ -222,6 +234,10 @@ class Signals:
         self._set_slot("weights_high", bits >> 16)
         self._set_slot("weights_changed", changed)
         self._add("weights", square / self._world.replicate)
+
+    def add_corruption(self, stage: Tensor) -> None:
+        """Add 1 + the first stage at which a micro-batch that was computed twice differs; 0: the bits are equal."""
+        self._set_slot("corruption", stage)
 
     def add_fp8(self, sums: Mapping[str, Tensor]) -> None:
         """Add the fp8 underflow and saturation counts of a probed step: part name -> values."""

@@ -22,14 +22,15 @@ LIMBS = ("data_low", "data_middle", "data_high")
 """The fingerprint of a rank's rows in limbs of 24, 24 and 16 bits, lowest first; float32 holds each exactly."""
 SLOTS = (
     *("loss", "grad_square", "busy_s", "device_s", "decision"),
-    *("weights_low", "weights_high", "weights_changed", "step_s"),
+    *("weights_low", "weights_high", "weights_changed", "step_s", "corruption"),
     *("plan", *LIMBS, "own_row", "other_row"),
 )
 """Mean loss of the rank; squared norm of its gradient before the reduce-scatter; host seconds outside collectives; on
 CUDA the seconds of its loss head (`harness.distributed.compute_clock`); digest of its decisions. Digest of its weights
-in halves of 16 bits, and 1 if they changed between the last two updates; its last step time. Data: digest of the data
-plan (corpus, order, ledger), fingerprint of its rows, and on some steps the digests of one of its rows and of one row
-of another rank."""
+in halves of 16 bits, and 1 if they changed between the last two updates; its last step time; on some steps 1 + the
+first stage at which a micro-batch that was computed twice differs (`harness.distributed.bit_digests`). Data: digest of
+the data plan (corpus, order, ledger), fingerprint of its rows, and on some steps the digests of one of its rows and of
+one row of another rank."""
 
 DIGEST_BITS = 24
 """Width of a digest; float32 holds integers of 24 bits exactly."""
@@ -54,6 +55,9 @@ class RankFacts:
     nonfinite_ranks: list[int] = field(default_factory=list)
     mismatched_ranks: list[int] = field(default_factory=list)
     changed_ranks: list[int] = field(default_factory=list)
+    corrupted_ranks: list[int] = field(default_factory=list)
+    corrupted_stage: int | None = None
+    """The first stage that differs (`harness.distributed.bit_digests`)."""
     weight_digest: str = ""
     digests: dict[str, list[int]] = field(default_factory=dict)
     median_step_s: float = 0.0
@@ -61,22 +65,29 @@ class RankFacts:
     other_data: dict[str, list[int]] = field(default_factory=dict)
 
 
-def summarize_slots(table: Numbers, *, divisor: float, replicate: int, stride: int = 1) -> RankFacts:
+def summarize_slots(
+    table: Numbers, *, divisor: float, replicate: int, stride: int = 1, recomputed: int | None = None
+) -> RankFacts:
     """Summarize a table of `SLOTS` x ranks. Stored gradients divided by `divisor` are the true ones.
 
-    `stride`: distance from a rank to the rank whose row it also read.
+    `stride`: distance from a rank to the rank whose row it also read. `recomputed`: distance to the rank whose rows it
+    also computed; None: nothing was computed twice.
     """
     slots = dict(zip(SLOTS, table, strict=True))
     loss, grad_square = slots["loss"], slots["grad_square"]
     is_bad = ~(np.isfinite(loss) & np.isfinite(grad_square))
     nonfinite = [int(rank) for rank in np.flatnonzero(is_bad)[:MAX_NAMED]]
     total = sum_fingerprints(*(slots[name] for name in LIMBS))
+    corruption = slots["corruption"]
+    is_corrupted = recomputed is not None and bool(corruption.any())
     weights = slots["weights_low"].astype(np.int64) + (slots["weights_high"].astype(np.int64) << 16)
     facts = RankFacts(
         nonfinite_ranks=nonfinite,
         median_step_s=_median(slots["step_s"]),
         fingerprint=f"{total:016x}" if total else "",
         changed_ranks=[int(rank) for rank in np.flatnonzero(slots["weights_changed"])[:MAX_NAMED]],
+        corrupted_ranks=find_corrupted(corruption, distance=recomputed or 0) if is_corrupted else [],
+        corrupted_stage=int(corruption[corruption > 0].min()) - 1 if is_corrupted else None,
         weight_digest=f"{combine_digests(weights, replicate=replicate):08x}",
     )
     if len(loss) == 1:
@@ -127,6 +138,21 @@ def find_misread(own_row: Numbers, other_row: Numbers, *, stride: int) -> list[i
     is_read = np.roll(is_reader, stride)
     wrong = is_reader & is_read
     return [int(rank) for rank in np.flatnonzero(wrong if wrong.any() else is_reader | is_read)[:MAX_NAMED]]
+
+
+def find_corrupted(corruption: Numbers, *, distance: int) -> list[int]:
+    """Ranks whose computation differs from a second one of the same rows.
+
+    With distance 0 a rank is compared with itself. Otherwise each rank is compared with two others: with the owner of
+    the rows that it computed, and with the rank that computed its own. A rank that differs from both is named; if there
+    is none, both sides of each difference are named.
+    """
+    differs = corruption > 0
+    if distance:
+        is_owner = np.roll(differs, distance)
+        both = differs & is_owner
+        differs = both if both.any() else differs | is_owner
+    return [int(rank) for rank in np.flatnonzero(differs)[:MAX_NAMED]]
 
 
 def rank_spread(values: Numbers) -> RankSpread:

@@ -71,6 +71,8 @@ class HostFacts:
     """Whether the batch lies within the window after a planned change; equal on all ranks."""
     loader_wait_s: float | None = None
     """Seconds for which this rank waited for its batch; None: not measured."""
+    recomputed: int | None = None
+    """Distance from a rank to the rank whose rows it also computed; 0: its own; None: nothing was computed twice."""
 
 
 def unpack_report(
@@ -94,7 +96,11 @@ def unpack_report(
     source_sums = zip(layout.sources, values[parts["source_losses"]], values[parts["source_tokens"]], strict=True)
     tokens = scalars["tokens"] or math.nan
     table = layout.slots(report[: layout.size]).numpy()  # sync: none, likewise
-    rank_facts = summarize_slots(table, divisor=divisor, replicate=replicate, stride=facts.stride)
+    rank_facts = summarize_slots(
+        table, divisor=divisor, replicate=replicate, stride=facts.stride, recomputed=facts.recomputed
+    )
+    stage = rank_facts.corrupted_stage
+    corrupted, corrupted_groups = ("", []) if stage is None else layout.describe_stage(stage)
     record = StepRecord(
         time=0.0,
         iteration=facts.iteration,
@@ -122,6 +128,10 @@ def unpack_report(
         nonfinite_ranks=rank_facts.nonfinite_ranks,
         mismatched_ranks=rank_facts.mismatched_ranks,
         changed_ranks=rank_facts.changed_ranks,
+        recomputed=facts.recomputed,
+        corrupted_ranks=rank_facts.corrupted_ranks,
+        corrupted=corrupted,
+        corrupted_groups=corrupted_groups,
         weight_digest=rank_facts.weight_digest,
         weight_norm=_root(scalars["weights"]),
         digests=rank_facts.digests,

@@ -19,7 +19,7 @@ from harness.sentinel.policy.open_incident import OpenIncident
 from harness.sentinel.policy.policy_state import PolicyState
 
 OPEN = "open"
-INFORMATIVE = ABOUT_SPEED | {FindingKind.duplicate_batch}
+INFORMATIVE = ABOUT_SPEED | {FindingKind.duplicate_batch, FindingKind.corruption_passed}
 """Findings that open no incident."""
 
 

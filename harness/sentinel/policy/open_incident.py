@@ -81,6 +81,7 @@ CAUSES = frozenset(
         FindingKind.rank_outlier,
         FindingKind.lr_jump,
         FindingKind.fp8_range,
+        FindingKind.corruption,
     }
 )
 """Findings that precede a loss spike and are then its known cause."""
@@ -97,6 +98,7 @@ BATCH_NOT_AT_FAULT = frozenset(
         FindingKind.scale_collapse,
         FindingKind.fp8_range,
         FindingKind.weights_changed,
+        FindingKind.corrupting_rank,
     }
 )
 """Findings that no batch is blamed for."""

@@ -6,7 +6,7 @@ first rung.
 | rung | action | when |
 |---|---|---|
 | A | watch | a spike that may recover by itself; a warning sign; a small lasting rise, as new data causes it |
-| B | skip | the gate rejected the update: exclude its batch, nothing else is needed |
+| B | skip | the gate rejected the update: exclude its batch, or, if a rank was wrong, consume it again next |
 |   | check | a loss spike without a known cause, or before a restore: measure the held-out loss |
 |   | accept | the held-out loss is at its expected level: accept the new loss level, give the skipped batches back |
 |   | rewind | rejected updates in a row, a spike with a known cause, or a spike that does not recover |
@@ -14,7 +14,7 @@ first rung.
 | D | cool | restores recur, or a rollback did not help: lower the lr, raise it again after clean steps |
 | E | swap | as D, if the bad batches come from one source; also after skips |
 | F | precision | fp8 underflows or saturates: bf16 for a while, at once or after a restore; then fp8 again |
-| G | halt | replicas differ; a budget is spent; no state to restore; structural: every cure was tried |
+| G | halt | replicas differ; a rank computes wrong again; budget spent; no state to restore; every cure was tried |
 
 - D and E follow a restore. F follows a restore if the weights were damaged. Each bf16 window is twice as long as the
   one before. Once the budget is spent, bf16 lasts to the end of the run: it only costs speed.
@@ -190,6 +190,8 @@ class Policy:
             case Rung.skip if budgets.allows(ActionKind.skip, progress=progress):
                 first = incident.pending[0] if incident.pending else self.policy_state.lineage.seen[-1].cursor
                 skip = self._make_action(ActionKind.skip, incident, response.reason, now)
+                if response.gives_back:
+                    return replace(skip, give_back=[[first, first]])
                 return replace(skip, exclude=[first, first])
             case Rung.skip if self.policy_state.only_watches:
                 return None
@@ -255,6 +257,8 @@ class Policy:
     def _needs_cure(self, incident: OpenIncident) -> bool:
         """Whether a cure follows: after a skip always, after a restore if restores recur or failed before."""
         state = self.policy_state
+        if FindingKind.corrupting_rank in incident.kinds:
+            return False  # neither the learning rate nor the data is to blame
         if not incident.is_treated or incident.rung >= Rung.cure or self._can_fall_back(incident):
             return True
         if FindingKind.scale_collapse in incident.kinds:

@@ -35,6 +35,7 @@ from harness.sentinel.policy.responses import (
     Response,
     has_broken_weights,
     has_finite_update,
+    is_corrupted,
     is_within_gradient_bound,
 )
 from harness.sentinel.policy.suspect_sources import SuspectSources
@@ -156,7 +157,7 @@ class PolicyState:
                 self.fallback.on_action(action)
         if incident is not None:
             incident.on_action(action, cfg=self.cfg)
-            if action.kind in (ActionKind.skip, *RESTORES):
+            if action.kind in (ActionKind.skip, *RESTORES) and not action.give_back:
                 self.suspects.blame(incident.source, progress=self.progress)
 
     def on_outcome(self, outcome: Outcome) -> None:
@@ -298,6 +299,11 @@ class PolicyState:
 
     def _respond_to_update(self, record: ReducedRecord) -> Iterator[Response]:
         """Respond to a rejected update or non-finite weights, independently of the detectors."""
+        if is_corrupted(record):
+            incident = self._find_or_open(FindingKind.corruption, record, onset=record.iteration)
+            reason = f"the update of batch {record.cursor} was rejected: {record.corrupted} was computed wrong"
+            yield Response(Rung.skip, incident.number, f"{reason}; the batch is consumed again", gives_back=True)
+            return
         is_rejection = self.rejections.add(record)
         first = self.rejections.since if self.rejections.num_in_row else record.iteration
         if has_broken_weights(record):
@@ -330,7 +336,9 @@ class PolicyState:
             is_drift = finding.kind is FindingKind.weight_drift
             onset = record.iteration if is_drift else min(finding.onset, record.iteration)
             incident = self._find_or_open(finding.kind, record, onset=onset, cursors=finding.cursors)
-            if incident.is_treated and rung is not Rung.halt:
+            if incident.is_treated and finding.kind is FindingKind.corrupting_rank:
+                rung = Rung.halt  # the rank is still in the run
+            elif incident.is_treated and rung is not Rung.halt:
                 rung = Rung.none if finding.kind in WARNING_SIGNS else Rung.rewind
             elif finding.kind is FindingKind.loss_spike and incident.has_cause:
                 rung = Rung.rewind
@@ -338,9 +346,12 @@ class PolicyState:
                 self.lineage, record.iteration, cfg=self.cfg
             ):
                 rung = Rung.rollback
+            reason = finding.message
+            if rung is Rung.halt and finding.kind is FindingKind.corrupting_rank:
+                reason = f"{reason}, also after a restore: restart without its machine"
             if rung is not Rung.none:
                 is_spike = finding.kind is FindingKind.loss_spike
-                yield Response(rung, incident.number, finding.message, check_first=is_spike)
+                yield Response(rung, incident.number, reason, check_first=is_spike)
 
     def _respond_to_watches(self, record: ReducedRecord, *, other_than: set[int]) -> Iterator[Response]:
         watched = [each for each in self.open_incidents if each.is_watched and each.number not in other_than]

@@ -14,9 +14,11 @@
 | scale_collapse | roll back, blame no batch, then cool | |
 | fp8_range | bf16 for a while, nothing restored | as a known cause: restore, blame no batch, then bf16 |
 | weights_changed | rewind, blame no batch | |
+| corruption | rejected: skip the batch and consume it again next | not rejected: watch |
+| corrupting_rank | rewind before the last clean check, blame no batch | after a restore: halt |
 | replica_mismatch, data_mismatch | halt | |
 | never_learned | nothing: there is no good state to restore; for humans | |
-| slow, speed_recovered, duplicate_batch | nothing: for humans | |
+| slow, speed_recovered, duplicate_batch, corruption_passed | nothing: for humans | |
 
 The held-out loss is checked (`harness.sentinel.policy.held_out_level`) at a loss spike without a known cause, and
 before every rewind or rollback of an incident whose numbers are finite, once per restore. It tells damage (the table
@@ -48,6 +50,8 @@ FIRST_RUNG = {
     FindingKind.optimizer_reset: Rung.rollback,
     FindingKind.scale_collapse: Rung.rollback,
     FindingKind.weights_changed: Rung.rewind,
+    FindingKind.corruption: Rung.watch,
+    FindingKind.corrupting_rank: Rung.rewind,
     FindingKind.replica_mismatch: Rung.halt,
     FindingKind.data_mismatch: Rung.halt,
 }
@@ -67,12 +71,19 @@ class Response(NamedTuple):
     reason: str
     check_first: bool = False
     """Check the held-out loss first, if possible."""
+    gives_back: bool = False
+    """Skip: the batch is innocent and is consumed again next."""
 
 
 def is_overflow(record: ReducedRecord) -> bool:
     """The gradient overflowed under dynamic loss scaling: the scale halves, and the batch is not to blame."""
     scale = record.loss_scale
     return scale is not None and scale >= 1 and math.isfinite(record.loss) and not math.isfinite(record.grad_norm)
+
+
+def is_corrupted(record: ReducedRecord) -> bool:
+    """The update was rejected because a micro-batch that was computed twice differs: the batch is not to blame."""
+    return record.refused and bool(record.corrupted_ranks)
 
 
 def has_finite_update(record: ReducedRecord) -> bool:

@@ -24,6 +24,8 @@ TYPES = {
 KIND_TITLES = (
     ("duplicate_batch", "Duplicate batches"),
     ("replica_mismatch", "Replicas that differ"),
+    ("corrupting_rank", "Rank that computes wrong numbers"),
+    ("corruption", "Silent data corruption"),
     ("data_mismatch", "Ranks that read different data"),
     ("fp8_range", "fp8 range"),
     ("scale_collapse", "Collapse of the loss scale"),

@@ -38,6 +38,11 @@ def corrupted_rank(evidence: Evidence, measures: Measures) -> RuleResult:
     if FindingKind.weights_changed in evidence.kinds():
         ranks = ", ".join(map(str, evidence.incident.ranks)) or "some"
         return rate_cause(cause, 1.0, Reason(f"weights of rank {ranks} changed between two updates", Panel.ranks))
+    if kinds := [kind for kind in (FindingKind.corrupting_rank, FindingKind.corruption) if kind in evidence.kinds()]:
+        ranks = " or ".join(map(str, evidence.incident.ranks)) or "some"
+        again = "again and again" if kinds[0] is FindingKind.corrupting_rank else "once"
+        text = f"rank {ranks} computed other bits than a second computation of the same rows, {again}"
+        return rate_cause(cause, 1.0, Reason(text, Panel.ranks))
     broken = [record for record in measures.during if record.nonfinite_ranks]
     if broken:
         named = {rank for record in broken for rank in record.nonfinite_ranks}
