@@ -138,18 +138,19 @@ def open_nodes(cfg: Config, run: RunDir, *, number: int) -> Iterator[tuple[list[
 
 
 def start_nodes(run: RunDir, cfg: Config, *, limit_s: float, reboot_after_s: float | None = None) -> Start:
-    """Run all launchers of a run to the end of node 0's; they are killed after `limit_s` seconds.
+    """Run all launchers of a run to their end; they are killed after `limit_s` seconds.
+
+    The exit code is that of the first launcher, or of the next one if that was killed and another has taken over.
 
     reboot_after_s: a launcher that was killed by a signal is started again after this time; None: never.
     """
     number = len(list(run.logs.glob("start-*[0-9].stderr")))
     begun_s, notes = time.monotonic(), list[str]()
     with open_nodes(cfg, run, number=number) as (nodes, hosts):
-        first = nodes[0]
         for node in nodes:
             node.start()
         try:
-            while first.exit_code is None and time.monotonic() - begun_s < limit_s:
+            while (first := find_first(nodes)).exit_code is None and time.monotonic() - begun_s < limit_s:
                 time.sleep(POLL_S)
                 if reboot_after_s is not None:
                     reboot_killed(nodes[1:], hosts, after_s=reboot_after_s)
@@ -167,6 +168,11 @@ def start_nodes(run: RunDir, cfg: Config, *, limit_s: float, reboot_after_s: flo
     said = notes + [line for node in nodes for line in node.said]
     seconds = round(time.monotonic() - begun_s, 3)
     return Start(exit_code=first.process.returncode, said=said, seconds=seconds, ended=ended)
+
+
+def find_first(nodes: Sequence[LocalNode]) -> LocalNode:
+    """The first node whose launcher was not killed by a signal; node 0 if all were."""
+    return next((node for node in nodes if node.exit_code is None or node.exit_code >= 0), nodes[0])
 
 
 def await_end(nodes: Sequence[LocalNode]) -> None:
