@@ -42,6 +42,8 @@ SPARE = -1
 """Node rank of a launcher that runs no ranks."""
 MAX_SUCCESSORS = 8
 """Launchers that are in line to coordinate the run."""
+MAX_HOSTS = 512
+"""Launchers whose machines all others know by name; the message must stay short."""
 
 
 @final
@@ -148,7 +150,7 @@ class NodeGroup:
     roster: Roster = (0,)
     """Number of the launcher of each node, equal on all launchers."""
     hosts: dict[int, str] = field(default_factory=dict)
-    """Only on node 0: number -> machine of every launcher that has joined."""
+    """Number -> machine of every launcher that has joined; on the other launchers at least that of the coordinator."""
     restarts: int = 0
     """How often the ranks were restarted inside this job, equal on all nodes."""
     began: float = field(default_factory=time.time)
@@ -173,8 +175,6 @@ class NodeGroup:
     """Number, address and port of the launchers that are in line to coordinate the run, equal on all launchers."""
     members: Roster = ()
     """Numbers of all launchers that are connected, by the coordinator."""
-    coordinator_host: str = ""
-    """Machine of the coordinator; on the other launchers."""
     succession: socket.socket | None = None
     """Where this launcher would coordinate the run; not on the coordinator."""
     succeed: Callable[[], bool] | None = None
@@ -279,16 +279,18 @@ class NodeGroup:
         """Who is in line to coordinate the run, nodes before spares; only on the coordinator."""
         order = [*self.roster, *sorted(set(self.links) - set(self.roster))]
         line = [(number, *at) for number in order if (link := self.links.get(number)) and (at := link.listens_at)]
+        members = sorted({self.number, *self.links})
+        named = members if len(members) <= MAX_HOSTS else [self.number]
         return {
             "successors": line[:MAX_SUCCESSORS],
-            "members": pack_roster(tuple(sorted({self.number, *self.links}))),
-            "host": self.hosts.get(self.number, ""),
+            "members": pack_roster(tuple(members)),
+            "hosts": [[number, self.hosts[number]] for number in named if number in self.hosts],
         }
 
     def learn_succession(self, message: Mapping[str, Any]) -> None:
         """Keep what the coordinator sent about those in line."""
         self.successors = tuple((int(number), str(host), int(port)) for number, host, port in message["successors"])
-        self.members, self.coordinator_host = unpack_roster(message["members"]), str(message["host"])
+        self.members, self.hosts = unpack_roster(message["members"]), dict(message["hosts"])
 
     def follow(self, link: Link, address: str) -> None:
         """Take another launcher as the coordinator."""
@@ -299,7 +301,6 @@ class NodeGroup:
     def coordinate(self, address: str, admit: Callable[[socket.socket], Link | None]) -> None:
         """Become the coordinator, and admit the launchers that follow."""
         with self.changed:
-            self.hosts = {self.coordinator: self.coordinator_host}
             self.coordinator, self.address, self.links = self.number, address, {}
             self.listener, self.succession, self.admit = self.succession, None, admit
         self._start_thread(self._admit_later, "node-admission")
@@ -397,7 +398,7 @@ class NodeGroup:
                 link.problems = message["problems"]
             if "succession" in message:
                 self.learn_succession(message["succession"])
-                link.host = self.coordinator_host or link.host
+                link.host = self.hosts.get(link.number, link.host)
             if "decision" in message:
                 self.decision = message["decision"]
                 self.out = self.decision["out"]

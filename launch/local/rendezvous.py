@@ -359,7 +359,7 @@ def join_as_peer(
     group.start_name, group.store_port = message["start"], message["store_port"]
     group.roster, group.restarts = unpack_roster(message["roster"]), message["restarts"]
     group.learn_succession(message["succession"])
-    link.host = group.coordinator_host if elastic is not None else link.host
+    link.host = group.hosts.get(0, link.host) if elastic is not None else link.host
     return group
 
 

@@ -18,10 +18,11 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from harness.config.errors import ConfigError
+from harness.config.errors import ConfigError, StorageError
 from harness.core.locking.run_lease import take_over_lease
 from launch.local.node_group import Link, NodeGroup
 from launch.node_record import NodeRecord
@@ -59,16 +60,18 @@ def become_coordinator(group: NodeGroup, address: str, host: str, admit: Admit, 
     record.read_again()
     group.coordinate(address, admit)
     expected = set(group.members) - lost - {group.number}
-    with group.changed:
-        group.hosts[group.number] = host
-        group.changed.wait_for(lambda: expected <= set(group.links), timeout=FOLLOW_WITHIN_S)
-        for number in group.roster:
-            group.hosts.setdefault(number, f"machine of launcher {number}")
-            if number not in (group.number, *group.links, *group.lost):
-                group.add_lost(number, group.hosts[number], "is gone")
-    try:
-        take_over_lease(record.run.path)
-    except ConfigError as error:
-        print(f"harness: the lost coordinator still writes the run: {error}", file=sys.stderr, flush=True)
-        return False
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        taken = executor.submit(take_over_lease, record.run.path)
+        with group.changed:
+            group.hosts[group.number] = host
+            group.changed.wait_for(lambda: expected <= set(group.links), timeout=FOLLOW_WITHIN_S)
+            for number in group.roster:
+                group.hosts.setdefault(number, f"machine of launcher {number}")
+                if number not in (group.number, *group.links, *group.lost):
+                    group.add_lost(number, group.hosts[number], "is gone")
+        try:
+            taken.result()
+        except (ConfigError, StorageError) as error:
+            print(f"harness: the run cannot be taken over: {error}", file=sys.stderr, flush=True)
+            return False
     return True

@@ -83,7 +83,7 @@ def test_a_coordinator_that_still_writes_the_run_is_not_replaced(
     (decision,) = hosts.agree(hosts.history(), second)
     lease.release()
     assert decision == RestartDecision(False, "")
-    error = f"the lost coordinator still writes the run: run.name: {run.path} is in use by pid {os.getpid()} "
+    error = f"the run cannot be taken over: run.name: {run.path} is in use by pid {os.getpid()} "
     assert error in capsys.readouterr().err
     assert restarted(run) == []
     assert spare.node_rank == SPARE
