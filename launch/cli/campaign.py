@@ -38,7 +38,7 @@ from launch.drills.infrastructure_run import (
     score_campaign,
     train_reference,
 )
-from launch.drills.runner import RejectedStartError, configure, train_twin, train_victim
+from launch.drills.runner import RejectedStartError, configure_drill, train_twin, train_victim
 
 EXIT_LOST = 1
 REPORT = "campaign.json"
@@ -102,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
 
 def run_infrastructure(args: Namespace) -> int:
     """One run through all faults of the schedule; returns the exit code."""
-    cfg = configure(infrastructure.long_training_overrides(args.every), args.overrides)
+    cfg = configure_drill(infrastructure.long_training_overrides(args.every), args.overrides)
     require(
         cfg.launch.kind is LaunchKind.local, "launch", f"must be local with --infrastructure, got {cfg.launch.kind}"
     )

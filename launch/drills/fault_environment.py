@@ -32,7 +32,7 @@ from harness.faults.fault_plan import FaultKind
 from harness.telemetry.sinks.sink_process import SINK_MODULE
 from harness.telemetry.sinks.store_uri import tracking_uri
 from launch.drills.local_nodes import rehearses_nodes
-from launch.drills.virtual_hosts import reason_against_hosts
+from launch.drills.virtual_hosts import IN_DIRECTORY, reason_against_hosts
 from launch.local.ports import reserved_port
 
 CHECKPOINTS_ON_DISK = 3
@@ -46,7 +46,6 @@ NAMESPACE_FAULTS = (FaultKind.full_disk, FaultKind.network_down)
 """Faults that need a mount or a network namespace."""
 WAIT = 'if [ "$1" = -n ]; then ip link set lo up || exit 2; fi; echo ready; read -r _'
 """Keeps namespaces open until its standard input is closed."""
-IN_DIRECTORY = 'cd "$1" && shift && exec "$@"'
 
 
 class UnavailableError(ConfigError):

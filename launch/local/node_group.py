@@ -324,7 +324,8 @@ class NodeGroup:
             thread.join(LINGER_S + HEARTBEAT_S)
 
     def _admit_later(self) -> None:
-        """Thread of node 0: every launcher that joins after the start becomes a spare."""
+        """Thread of node 0: every launcher that joins after the start becomes a spare. One that has lost the last
+        coordinator knows everything, and waits for the decision."""
         assert self.listener is not None
         assert self.admit is not None
         while math.isinf(self._closing_s):
@@ -339,12 +340,15 @@ class NodeGroup:
                 with self.changed:
                     self.links = {**self.links, link.number: link}
                     self.hosts[link.number] = link.host
-                    link.send(**self.go_message())
-                    self.send_all(succession=self.describe_succession())
+                    is_new = link.stopped < 0
+                    if is_new:
+                        link.send(**self.go_message())
+                        self.send_all(succession=self.describe_succession())
                     self._joined.append(link)
                     self.changed.notify_all()
-                role = "as a spare" if link.stopped < 0 else "after the loss of the coordinator"
-                print(f"harness: node {link.number} ({link.host}) has joined {role}", file=sys.stderr, flush=True)
+                if is_new:
+                    line = f"node {link.number} ({link.host}) has joined as a spare"
+                    print(f"harness: {line}", file=sys.stderr, flush=True)
 
     def _listen(self) -> None:
         next_beat_s = 0.0

@@ -30,7 +30,7 @@ from typing import Any, final
 from harness.config.errors import ConfigError
 from launch.health.node_facts import machine_name
 from launch.local.file_limit import files_needed, raise_file_limit
-from launch.local.node_group import POLL_S, Link, NodeGroup, RendezvousSpec
+from launch.local.node_group import POLL_S, Link, NodeGroup, RendezvousSpec, encode_message
 from launch.local.roster import Roster, choose_roster, unpack_roster
 from launch.local.succession import find_coordinator
 from launch.node_record import NodeRecord
@@ -119,9 +119,10 @@ def join_nodes(
         admit_nodes(group, hello, within_s, stop_requested, elastic)
         group.address = bound or agree_on_address(group)
         open_store_socket(group)
+        go = encode_message(group.go_message())
         for link in group.links.values():
             link.last_seen_s = time.monotonic()
-            link.send(**group.go_message())
+            link.send_line(go)
         if elastic is None:
             group.listener.close()
             group.listener = None

@@ -140,8 +140,8 @@ def test_a_node_that_failed_twice_is_excluded(
 
 
 def test_a_spare_node_replaces_one_that_died_and_the_job_goes_on(slurm: LocalSlurm, tmp_path: Path) -> None:
-    """The launcher and the ranks of the first node are killed: the second coordinates the run, and srun neither ends the
-    job nor decides its exit code. The script of the job, which runs on the first node, goes on."""
+    """The launcher and the ranks of the first node are killed: the second coordinates the run, and srun neither ends
+    the job nor decides its exit code. The script of the job, which runs on the first node, goes on."""
     overrides = ("launch.nodes=2", "launch.spares=1", "train.num_steps=100000", "optim.schedule=constant")
     cfg = config(tmp_path, "run", *overrides, "launch.slurm.health=false", "checkpoint.every_steps=10")
     run = locate(cfg)
