@@ -24,10 +24,11 @@ from harness.config.launch import LaunchKind
 from harness.config.parallel import DeviceKind
 from harness.config.schema import Config
 from harness.core import processes
+from harness.core.events import FaultInjected, to_json
 from harness.core.node_name import NODE_NAME
-from harness.core.rundir import RunDir
+from harness.core.rundir import RunDir, append_line
 from harness.drills.drill_record import Start
-from harness.faults.fault_plan import LINK_VARIABLE
+from harness.faults.fault_plan import LINK_VARIABLE, FaultKind, read_plan
 from launch.drills.virtual_hosts import LINK, VirtualHosts, reason_against_hosts
 from launch.local.ports import reserved_port
 from launch.local.thread_count import num_cores
@@ -130,11 +131,30 @@ def open_nodes(cfg: Config, run: RunDir, *, number: int) -> Iterator[tuple[list[
             output = run.logs / (f"start-{number}" if node == 0 else f"start-{number}-node-{node}")
             wrap = [] if hosts is None else hosts.wrap(node + 1)
             nodes.append(LocalNode(node, [*wrap, *command], processes.child_environment() | own, output))
+        if hosts is not None:
+            break_nodes(cfg, run, hosts)
         try:
             yield nodes, hosts
         finally:
             for each in nodes:
                 each.end()
+
+
+def break_nodes(cfg: Config, run: RunDir, hosts: VirtualHosts) -> None:
+    """Inject the faults of machines that strike before they run a rank: a run directory that cannot be written."""
+    plan, nproc = read_plan(run), cfg.launch.nproc or 1
+    num_ranks = cfg.launch.nodes * nproc
+    for number, fault in plan or ():
+        if fault.kind is FaultKind.unhealthy_node:
+            rank = fault.rank_of(num_ranks)
+            host, where = rank // nproc + 1, str(run.path.resolve())
+            message = f"makes the run directory read-only on host{host}"
+            strike = FaultInjected(
+                time=time.time(), iteration=0, number=number, kind=fault.kind, rank=rank, message=message
+            )
+            append_line(run.faults, to_json(strike))
+            hosts.run_on(host, "mount", "--bind", where, where)
+            hosts.run_on(host, "mount", "-o", "remount,ro,bind", where)
 
 
 def start_nodes(run: RunDir, cfg: Config, *, limit_s: float, reboot_after_s: float | None = None) -> Start:

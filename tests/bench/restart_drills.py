@@ -50,10 +50,12 @@ RESTART_DRILLS = (
     "preemption",
     "corrupted_checkpoint",
     "lost_node",
+    "lost_coordinator",
+    "lost_partners",
     "unreachable_node",
     "hung_node",
 )
-"""Scenarios of processes and nodes whose fault restarts the run; the last ones have several nodes and a spare."""
+"""Scenarios of processes and nodes whose fault restarts the run; the last ones have several nodes and spares."""
 DRILL_TRAINING = ("parallel.device=cpu", "launch.hang_after_s=10")
 HEAD = ("drill", "ranks", "state from", "noticed", "restarted", "first update", "steps lost", "identical", "")
 
