@@ -2,10 +2,10 @@
 
 Why: a machine that died, hung or computed wrong numbers must not be used again by the next start, and an operator must
 see which one is out, why, and until when.
-How: the launcher of node 0 is the only writer and replaces the file atomically. It stores every fault, with its time
-and evidence; which machines are out follows from the faults (`launch.slurm.node_exclusion`) and is stored too, for
-readers without this code. Restarts inside the job, `harness status` and the exclusions of a requeued Slurm job read it.
-Findings of the sentinel count if they name ranks of one machine only.
+How: the launcher that coordinates the run is the only writer and replaces the file atomically. It stores every fault,
+with its time and evidence; which machines are out follows from the faults (`launch.slurm.node_exclusion`) and is stored
+too, for readers without this code. Restarts inside the job, `harness status` and the exclusions of a requeued Slurm job
+read it. Findings of the sentinel count if they name ranks of one machine only.
 """
 
 from __future__ import annotations
@@ -86,12 +86,17 @@ def faults_of_findings(events: Iterable[Event], hosts: Sequence[str], *, nproc: 
 
 @final
 class NodeRecord:
-    """The faults of the machines of a run; only node 0 writes them. Safe to use from several threads."""
+    """The faults of the machines of a run; only the coordinator writes them. Safe to use from several threads."""
 
     def __init__(self, run: RunDir, *, hours: float) -> None:
-        self._run, self._hours = run, hours
+        self.run, self._hours = run, hours
         self._lock = Lock()
         self._faults = read_node_faults(run)
+
+    def read_again(self) -> None:
+        """Read what another launcher has written, before this one becomes the writer."""
+        with self._lock:
+            self._faults = read_node_faults(self.run)
 
     def add(self, faults: Iterable[NodeFault]) -> None:
         """Add faults that are not recorded yet, and write the file."""
@@ -128,7 +133,7 @@ class NodeRecord:
             "faults": [fault._asdict() for fault in self._faults],
         }
         try:
-            write_atomically(node_record_path(self._run), json.dumps(content, indent=1) + "\n")
+            write_atomically(node_record_path(self.run), json.dumps(content, indent=1) + "\n")
         except OSError as error:
-            path = node_record_path(self._run)
+            path = node_record_path(self.run)
             print(f"harness: warning: cannot write {path}: {error.strerror}", file=sys.stderr, flush=True)

@@ -53,13 +53,15 @@ class DrawnFault:
 
 
 def mixable_scenarios() -> dict[str, Scenario]:
-    """Scenarios that can be combined: common training config, no special environment, and a run that should finish."""
+    """Scenarios that can be combined: common training config, one node, no special environment, and a run that should
+    finish."""
     shared = compose.read_tree(compose.conf_dir() / scenarios.GROUP / f"{compose.BASE}.yaml")["train"]
     found = {}
     for name in scenarios.names():
         loaded = scenarios.load_scenario(name)
         trains_alike = all(override.startswith(MAY_DIFFER) for override in loaded.train[len(shared) :])
-        if trains_alike and loaded.fault.kind not in NOT_MIXABLE and loaded.expected.exit_code == 0:
+        has_environment = loaded.fault.kind not in NOT_MIXABLE and not loaded.needs_nodes
+        if trains_alike and has_environment and loaded.expected.exit_code == 0:
             found[name] = loaded
     return found
 

@@ -120,6 +120,11 @@ class Scenario:
         require(0 < self.limit_s < math.inf, "drill.limit_s", f"must be positive, got {self.limit_s}")
 
     @property
+    def needs_nodes(self) -> bool:
+        """Whether it trains on several nodes."""
+        return any(override.startswith("launch.nodes=") for override in self.train)
+
+    @property
     def plan(self) -> FaultPlan:
         return FaultPlan(seed=self.seed, faults=[self.fault])
 

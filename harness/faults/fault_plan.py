@@ -81,6 +81,8 @@ class FaultKind(StrEnum):
     """SIGKILL of this rank."""
     kill_node = "kill_node"
     """SIGKILL of all ranks of this machine and of their launcher."""
+    unhealthy_node = "unhealthy_node"
+    """The machine of this rank cannot write to the run directory when it wants to join."""
     preemption = "preemption"
     """SIGUSR1, which a scheduler sends before it ends a job."""
     full_disk = "full_disk"

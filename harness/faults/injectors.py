@@ -12,7 +12,14 @@ from harness.faults.forward import LogitGrowth, NanLoss, Outlier, Overflow
 from harness.faults.gradient import CorruptGradient
 from harness.faults.network import NetworkDown
 from harness.faults.optimizer import CutWarmup, FlippedWeight, RateSpike, ResetMoments
-from harness.faults.process import MismatchedCollective, ProcessSignal, RaisedError, RankSleep, TrackingDown
+from harness.faults.process import (
+    MismatchedCollective,
+    ProcessSignal,
+    RaisedError,
+    RankSleep,
+    TrackingDown,
+    UnhealthyNode,
+)
 from harness.faults.site import FaultInjector, Site
 
 
@@ -53,6 +60,8 @@ def make_injector(site: Site) -> FaultInjector:
             return BusyDevice(site)
         case FaultKind.hung_rank | FaultKind.kill_rank | FaultKind.kill_node | FaultKind.preemption:
             return ProcessSignal(site)
+        case FaultKind.unhealthy_node:
+            return UnhealthyNode()
         case FaultKind.raised_error:
             return RaisedError(site)
         case FaultKind.mismatched_collective:

@@ -94,6 +94,17 @@ class RaisedError:
 
 
 @final
+class UnhealthyNode:
+    """unhealthy_node: nothing to do in a rank, since the machine never runs one. The drill runner injects it."""
+
+    def before(self, iteration: int) -> None:
+        """Nothing to inject."""
+
+    def after(self, iteration: int) -> None:
+        """Nothing to undo."""
+
+
+@final
 class MismatchedCollective:
     """mismatched_collective: a collective of one rank only, as from a branch that not every rank takes."""
 

@@ -38,7 +38,8 @@ from launch.drills.infrastructure_run import (
     score_campaign,
     train_reference,
 )
-from launch.drills.runner import RejectedStartError, train_twin, train_victim
+from launch.drills.local_nodes import on_one_node
+from launch.drills.runner import RejectedStartError, configure_drill, train_twin, train_victim
 
 EXIT_LOST = 1
 REPORT = "campaign.json"
@@ -71,12 +72,12 @@ def main(argv: Sequence[str]) -> int:
             return EXIT_BAD_CONFIG
     require(args.fault is None, "--fault", "needs --infrastructure; use --round")
     known = campaigns.mixable_scenarios()
-    cfg = directories.configure(campaigns.training_overrides(known), args.overrides)
+    cfg = configure_drill(campaigns.training_overrides(known), args.overrides)
     campaigns.check_length(cfg.train.num_steps)
     root = Path(cfg.run.dir) / f"campaign-{args.seed}"
     clear_rounds(root, keep_rounds=args.round is not None)
     twin_run = RunDir(root / "twin")
-    train_twin(cfg, twin_run, report=print_to_stderr, limit_s=TWIN_LIMIT_S)
+    train_twin(on_one_node(cfg), twin_run, report=print_to_stderr, limit_s=TWIN_LIMIT_S)
     twin = gather(twin_run)
     num_ranks = next((event.world_size for event in twin.of(RunStarted)), 0)
     require(twin.exit_code == EXIT_DONE and num_ranks > 0, str(twin_run.path), "the twin did not finish")
@@ -102,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
 
 def run_infrastructure(args: Namespace) -> int:
     """One run through all faults of the schedule; returns the exit code."""
-    cfg = directories.configure(infrastructure.long_training_overrides(args.every), args.overrides)
+    cfg = configure_drill(infrastructure.long_training_overrides(args.every), args.overrides)
     require(
         cfg.launch.kind is LaunchKind.local, "launch", f"must be local with --infrastructure, got {cfg.launch.kind}"
     )

@@ -32,7 +32,7 @@ from harness.faults.fault_plan import FaultKind
 from harness.telemetry.sinks.sink_process import SINK_MODULE
 from harness.telemetry.sinks.store_uri import tracking_uri
 from launch.drills.local_nodes import rehearses_nodes
-from launch.drills.virtual_hosts import reason_against_hosts
+from launch.drills.virtual_hosts import IN_DIRECTORY, reason_against_hosts
 from launch.local.ports import reserved_port
 
 CHECKPOINTS_ON_DISK = 3
@@ -44,9 +44,10 @@ SERVER_ENVIRONMENT = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
 """Job execution would start half a dozen unused processes and double the start time of MLflow's server."""
 NAMESPACE_FAULTS = (FaultKind.full_disk, FaultKind.network_down)
 """Faults that need a mount or a network namespace."""
+HOST_FAULTS = (FaultKind.network_down, FaultKind.unhealthy_node)
+"""Faults that need virtual hosts if there are several nodes."""
 WAIT = 'if [ "$1" = -n ]; then ip link set lo up || exit 2; fi; echo ready; read -r _'
 """Keeps namespaces open until its standard input is closed."""
-IN_DIRECTORY = 'cd "$1" && shift && exec "$@"'
 
 
 class UnavailableError(ConfigError):
@@ -56,16 +57,20 @@ class UnavailableError(ConfigError):
 def require_environment(kind: FaultKind, cfg: Config) -> None:
     """Raise UnavailableError if this machine cannot provide the environment of a fault."""
     require(cfg.launch.kind is not LaunchKind.k8s, "launch", "drills run with launch=local or launch=slurm, got k8s")
-    if kind not in (*NAMESPACE_FAULTS, FaultKind.tracking_down):
+    if kind not in (*NAMESPACE_FAULTS, FaultKind.tracking_down, FaultKind.unhealthy_node):
         return
     if rehearses_nodes(cfg):
         reason = reason_against_hosts()
-        if kind is FaultKind.network_down and reason:
+        if kind in HOST_FAULTS and reason:
             raise UnavailableError(kind, f"with several nodes: {reason}")
-        if kind is not FaultKind.network_down:
+        if kind not in HOST_FAULTS:
             raise UnavailableError("launch.nodes", f"{kind} needs launch.nodes=1, got {cfg.launch.nodes}")
     elif kind in NAMESPACE_FAULTS:
         find_unshare(kind)
+    elif kind is FaultKind.unhealthy_node:
+        raise UnavailableError(
+            "launch.nodes", f"{kind} needs launch=local and at least 2 nodes, got {cfg.launch.nodes}"
+        )
     elif find_spec("mlflow") is None:
         raise UnavailableError(kind, "needs the package mlflow")
     if cfg.launch.kind is not LaunchKind.local:

@@ -1,7 +1,8 @@
 """Runs an infrastructure campaign: a short run for the speed, a twin without faults, and the run that meets the faults.
 
-The runner plays the scheduler and the operators of the servers: it starts a run whose launcher was killed or that was
-preempted, and a tracking server that was killed. `harness.drills.infrastructure_campaign` draws and scores.
+The runner plays the scheduler and the operators: it starts a run whose launcher was killed or that was preempted, a
+tracking server that was killed, and the launcher of a node that was killed.
+`harness.drills.infrastructure_campaign` draws and scores.
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ from harness.drills.infrastructure_campaign import InfrastructureCampaign
 from harness.drills.scenario import Scenario
 from harness.faults.fault_plan import FaultPlan
 from launch.drills.fault_environment import FaultEnvironment, UnavailableError, open_environment, require_environment
+from launch.drills.local_nodes import on_one_node
 from launch.drills.runner import RejectedStartError, Report, run_once, train_twin, train_victim
 
 CALIBRATION_STEPS = 60
 ATTEND_EVERY_S = 0.5
 SERVER_DOWN_S = 5.0
 """How long a killed tracking server stays down."""
+NODE_DOWN_S = 5.0
+"""How long a killed node stays down, if several nodes are rehearsed; it then joins as a spare."""
 SPARE_S = 600.0
 """Added to the longest time of a start, for slow machines."""
 
@@ -71,7 +75,7 @@ def goodput_of(run: RunDir) -> Goodput:
 
 def train_reference(cfg: Config, twin: RunDir, *, minutes: float, report: Report) -> DrillEvidence:
     """Train the run without faults, or reuse an equal one."""
-    train_twin(cfg, twin, report=report, limit_s=campaigns.LONGEST * 60 * minutes + SPARE_S)
+    train_twin(on_one_node(cfg), twin, report=report, limit_s=campaigns.LONGEST * 60 * minutes + SPARE_S)
     evidence = gather(twin)
     require(evidence.exit_code == EXIT_DONE, str(twin.path), "the twin did not finish")
     return evidence
@@ -92,7 +96,14 @@ def run_schedule(
         with attending(environment, victim, schedule, report):
             limit_s = campaigns.LONGEST * 60 * minutes + SPARE_S
             try:
-                train_victim(environment, victim, max_starts=len(schedule) + 2, limit_s=limit_s, report=report)
+                train_victim(
+                    environment,
+                    victim,
+                    max_starts=len(schedule) + 2,
+                    limit_s=limit_s,
+                    report=report,
+                    reboot_after_s=NODE_DOWN_S,
+                )
             except RejectedStartError as error:  # the twin was accepted, so a fault made the run unusable
                 report(str(error))
         if notes := environment.clean_up():

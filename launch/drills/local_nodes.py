@@ -24,10 +24,11 @@ from harness.config.launch import LaunchKind
 from harness.config.parallel import DeviceKind
 from harness.config.schema import Config
 from harness.core import processes
+from harness.core.events import FaultInjected, to_json
 from harness.core.node_name import NODE_NAME
-from harness.core.rundir import RunDir
+from harness.core.rundir import RunDir, append_line
 from harness.drills.drill_record import Start
-from harness.faults.fault_plan import LINK_VARIABLE
+from harness.faults.fault_plan import LINK_VARIABLE, FaultKind, read_plan
 from launch.drills.virtual_hosts import LINK, VirtualHosts, reason_against_hosts
 from launch.local.ports import reserved_port
 from launch.local.thread_count import num_cores
@@ -130,6 +131,8 @@ def open_nodes(cfg: Config, run: RunDir, *, number: int) -> Iterator[tuple[list[
             output = run.logs / (f"start-{number}" if node == 0 else f"start-{number}-node-{node}")
             wrap = [] if hosts is None else hosts.wrap(node + 1)
             nodes.append(LocalNode(node, [*wrap, *command], processes.child_environment() | own, output))
+        if hosts is not None:
+            break_nodes(cfg, run, hosts)
         try:
             yield nodes, hosts
         finally:
@@ -137,19 +140,37 @@ def open_nodes(cfg: Config, run: RunDir, *, number: int) -> Iterator[tuple[list[
                 each.end()
 
 
+def break_nodes(cfg: Config, run: RunDir, hosts: VirtualHosts) -> None:
+    """Inject the faults of machines that strike before they run a rank: a run directory that cannot be written."""
+    plan, nproc = read_plan(run), cfg.launch.nproc or 1
+    num_ranks = cfg.launch.nodes * nproc
+    for number, fault in plan or ():
+        if fault.kind is FaultKind.unhealthy_node:
+            rank = fault.rank_of(num_ranks)
+            host, where = rank // nproc + 1, str(run.path.resolve())
+            message = f"makes the run directory read-only on host{host}"
+            strike = FaultInjected(
+                time=time.time(), iteration=0, number=number, kind=fault.kind, rank=rank, message=message
+            )
+            append_line(run.faults, to_json(strike))
+            hosts.run_on(host, "mount", "--bind", where, where)
+            hosts.run_on(host, "mount", "-o", "remount,ro,bind", where)
+
+
 def start_nodes(run: RunDir, cfg: Config, *, limit_s: float, reboot_after_s: float | None = None) -> Start:
-    """Run all launchers of a run to the end of node 0's; they are killed after `limit_s` seconds.
+    """Run all launchers of a run to their end; they are killed after `limit_s` seconds.
+
+    The exit code is that of the first launcher, or of the next one if that was killed and another has taken over.
 
     reboot_after_s: a launcher that was killed by a signal is started again after this time; None: never.
     """
     number = len(list(run.logs.glob("start-*[0-9].stderr")))
     begun_s, notes = time.monotonic(), list[str]()
     with open_nodes(cfg, run, number=number) as (nodes, hosts):
-        first = nodes[0]
         for node in nodes:
             node.start()
         try:
-            while first.exit_code is None and time.monotonic() - begun_s < limit_s:
+            while (first := find_first(nodes)).exit_code is None and time.monotonic() - begun_s < limit_s:
                 time.sleep(POLL_S)
                 if reboot_after_s is not None:
                     reboot_killed(nodes[1:], hosts, after_s=reboot_after_s)
@@ -167,6 +188,11 @@ def start_nodes(run: RunDir, cfg: Config, *, limit_s: float, reboot_after_s: flo
     said = notes + [line for node in nodes for line in node.said]
     seconds = round(time.monotonic() - begun_s, 3)
     return Start(exit_code=first.process.returncode, said=said, seconds=seconds, ended=ended)
+
+
+def find_first(nodes: Sequence[LocalNode]) -> LocalNode:
+    """The first node whose launcher was not killed by a signal; node 0 if all were."""
+    return next((node for node in nodes if node.exit_code is None or node.exit_code >= 0), nodes[0])
 
 
 def await_end(nodes: Sequence[LocalNode]) -> None:

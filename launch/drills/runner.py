@@ -59,7 +59,7 @@ def run_drill(
     name: str, scenario: Scenario, overrides: Sequence[str], *, report: Report = print_nothing, to_mlflow: bool = True
 ) -> Card:
     """Train twin and victim and score them, in `runs/drill-NAME` and `runs/drill-NAME-twin`."""
-    cfg = configure(scenario.train, overrides)
+    cfg = configure_drill(scenario.train, overrides)
     runs = Path(cfg.run.dir)
     victim, twin = RunDir(runs / f"drill-{name}"), RunDir(runs / f"drill-{name}-twin")
     for run in (victim, twin):
@@ -80,7 +80,7 @@ def run_drill(
         return finish_drill(victim, to_mlflow=to_mlflow)
 
 
-def configure(train: Sequence[str], overrides: Sequence[str]) -> Config:
+def configure_drill(train: Sequence[str], overrides: Sequence[str]) -> Config:
     """The training config of a drill; nodes that are rehearsed on this machine share its cores."""
     cfg = directories.configure(train, overrides)
     if not rehearses_nodes(cfg):

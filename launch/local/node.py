@@ -16,7 +16,6 @@ import socket
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from harness.config import compose
@@ -26,14 +25,13 @@ from harness.core.fast_imports import loading
 from harness.core.locking.run_lease import require_free
 from harness.core.rundir import RunDir, check_resume
 from launch.cli.parser import CommandParser
+from launch.local.exit_file import write_exit_file
 from launch.local.node_group import SINGLE_NODE, RendezvousSpec
 from launch.local.thread_count import count_expected_ranks, rank_thread_environment
 from launch.local.worker import select_worker
 
 RENDEZVOUS = "HARNESS_RENDEZVOUS"
 """Environment variable of Slurm jobs: host:port of node 0."""
-EXIT_FILE = "HARNESS_EXIT_FILE"
-"""Environment variable of Slurm jobs: where node 0 writes the exit code of the run."""
 CONNECT_S = 2.0
 
 DESCRIPTION = """\
@@ -51,9 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG
     code = run_node(args.run, spec)
-    if spec.node_rank == 0 and (path := os.environ.get(EXIT_FILE)):
-        with suppress(OSError):
-            Path(path).write_text(f"{code}\n", encoding="ascii")
+    if spec.node_rank == 0:
+        write_exit_file(code)
     return code
 
 

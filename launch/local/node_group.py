@@ -9,7 +9,8 @@ After a failure the connections stay open. Node 0 waits until every node has sto
 ranks start again and which launcher runs which node (`launch.local.restart`), and sends the decision. Each start has a
 number, that of its restart; a failure of an earlier start is ignored. In an elastic run (`launch.spares`,
 `launch.min_nodes`) node 0 keeps its listener open: a launcher that joins later becomes a spare.
-Left out: a restart after node 0 was lost. Whoever started the run restarts it.
+The launcher that decides is the coordinator: launcher 0, and in an elastic run the next in line if that one is lost
+(`launch.local.succession`). "Node 0" in this package is the coordinator.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ MAX_LINE_BYTES = 65536
 LOOPBACK = "127.0.0.1"
 SPARE = -1
 """Node rank of a launcher that runs no ranks."""
+MAX_SUCCESSORS = 8
+"""Launchers that are in line to coordinate the run."""
+MAX_HOSTS = 512
+"""Launchers whose machines all others know by name; the message must stay short."""
 
 
 @final
@@ -95,6 +100,8 @@ class Link:
     """That node has received a stop signal."""
     problems: list[str] | None = None
     """What its last health check found; None: not checked."""
+    listens_at: tuple[str, int] | None = None
+    """Address and port at which that launcher would coordinate the run; None: it never does."""
 
     def read_messages(self) -> list[dict[str, Any]] | None:
         """Return the messages that have arrived; None once the connection is closed."""
@@ -143,7 +150,7 @@ class NodeGroup:
     roster: Roster = (0,)
     """Number of the launcher of each node, equal on all launchers."""
     hosts: dict[int, str] = field(default_factory=dict)
-    """Only on node 0: number -> machine of every launcher that has joined."""
+    """Number -> machine of every launcher that has joined; on the other launchers at least that of the coordinator."""
     restarts: int = 0
     """How often the ranks were restarted inside this job, equal on all nodes."""
     began: float = field(default_factory=time.time)
@@ -162,6 +169,16 @@ class NodeGroup:
     """Exit code of the run on node 0, once it has sent it; for the spares."""
     changed: Condition = field(default_factory=Condition)
     """Guards the fields above, and is notified when a message or a loss changes them."""
+    coordinator: int = 0
+    """Number of the launcher that decides for all."""
+    successors: tuple[tuple[int, str, int], ...] = ()
+    """Number, address and port of the launchers that are in line to coordinate the run, equal on all launchers."""
+    members: Roster = ()
+    """Numbers of all launchers that are connected, by the coordinator."""
+    succession: socket.socket | None = None
+    """Where this launcher would coordinate the run; not on the coordinator."""
+    succeed: Callable[[], bool] | None = None
+    """Finds another coordinator after the last one was lost; None: the run ends without it."""
     listener: socket.socket | None = None
     """Where later launchers join; only on node 0."""
     admit: Callable[[socket.socket], Link | None] | None = None
@@ -175,12 +192,14 @@ class NodeGroup:
 
     def __enter__(self) -> Self:
         if self.links or self.listener is not None:
-            self._threads.append(Thread(target=self._listen, name="node-group", daemon=True))
+            self._start_thread(self._listen, "node-group")
         if self.listener is not None:
-            self._threads.append(Thread(target=self._admit_later, name="node-admission", daemon=True))
-        for thread in self._threads:
-            thread.start()
+            self._start_thread(self._admit_later, "node-admission")
         return self
+
+    def _start_thread(self, target: Callable[[], None], name: str) -> None:
+        self._threads.append(Thread(target=target, name=name, daemon=True))
+        self._threads[-1].start()
 
     @property
     def number(self) -> int:
@@ -200,6 +219,15 @@ class NodeGroup:
     @property
     def is_spare(self) -> bool:
         return self.number not in self.roster
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this launcher decides for all."""
+        return self.number == self.coordinator
+
+    @property
+    def has_lost_coordinator(self) -> bool:
+        return self.coordinator in self.lost
 
     def active_links(self) -> dict[int, Link]:
         """Links to the launchers that run ranks, by number."""
@@ -244,7 +272,38 @@ class NodeGroup:
             "store_port": self.store_port,
             "roster": pack_roster(self.roster),
             "restarts": self.restarts,
+            "succession": self.describe_succession(),
         }
+
+    def describe_succession(self) -> dict[str, Any]:
+        """Who is in line to coordinate the run, nodes before spares; only on the coordinator."""
+        order = [*self.roster, *sorted(set(self.links) - set(self.roster))]
+        line = [(number, *at) for number in order if (link := self.links.get(number)) and (at := link.listens_at)]
+        members = sorted({self.number, *self.links})
+        named = members if len(members) <= MAX_HOSTS else [self.number]
+        return {
+            "successors": line[:MAX_SUCCESSORS],
+            "members": pack_roster(tuple(members)),
+            "hosts": [[number, self.hosts[number]] for number in named if number in self.hosts],
+        }
+
+    def learn_succession(self, message: Mapping[str, Any]) -> None:
+        """Keep what the coordinator sent about those in line."""
+        self.successors = tuple((int(number), str(host), int(port)) for number, host, port in message["successors"])
+        self.members, self.hosts = unpack_roster(message["members"]), dict(message["hosts"])
+
+    def follow(self, link: Link, address: str) -> None:
+        """Take another launcher as the coordinator."""
+        with self.changed:
+            self.coordinator, self.address, self.links = link.number, address, {link.number: link}
+            self._joined.append(link)
+
+    def coordinate(self, address: str, admit: Callable[[socket.socket], Link | None]) -> None:
+        """Become the coordinator, and admit the launchers that follow."""
+        with self.changed:
+            self.coordinator, self.address, self.links = self.number, address, {}
+            self.listener, self.succession, self.admit = self.succession, None, admit
+        self._start_thread(self._admit_later, "node-admission")
 
     def report_success(self, exit_code: int = 0) -> None:
         """Send that the ranks of this node ended without an error."""
@@ -255,7 +314,7 @@ class NodeGroup:
         now_s = time.monotonic()
         reachable = any(now_s - link.last_seen_s < self.silent_s for link in self.links.values())
         self._closing_s = now_s + (LINGER_S if reachable else 0.0)
-        for opened in (self.store_socket, self.listener):
+        for opened in (self.store_socket, self.listener, self.succession):
             if opened is not None:
                 opened.close()
         for link in self.links.values():
@@ -265,7 +324,8 @@ class NodeGroup:
             thread.join(LINGER_S + HEARTBEAT_S)
 
     def _admit_later(self) -> None:
-        """Thread of node 0: every launcher that joins after the start becomes a spare."""
+        """Thread of node 0: every launcher that joins after the start becomes a spare. One that has lost the last
+        coordinator knows everything, and waits for the decision."""
         assert self.listener is not None
         assert self.admit is not None
         while math.isinf(self._closing_s):
@@ -280,11 +340,15 @@ class NodeGroup:
                 with self.changed:
                     self.links = {**self.links, link.number: link}
                     self.hosts[link.number] = link.host
-                    link.send(**self.go_message())
+                    is_new = link.stopped < 0
+                    if is_new:
+                        link.send(**self.go_message())
+                        self.send_all(succession=self.describe_succession())
                     self._joined.append(link)
                     self.changed.notify_all()
-                line = f"node {link.number} ({link.host}) has joined as a spare"
-                print(f"harness: {line}", file=sys.stderr, flush=True)
+                if is_new:
+                    line = f"node {link.number} ({link.host}) has joined as a spare"
+                    print(f"harness: {line}", file=sys.stderr, flush=True)
 
     def _listen(self) -> None:
         next_beat_s = 0.0
@@ -299,14 +363,15 @@ class NodeGroup:
                 if time.monotonic() >= next_beat_s:
                     next_beat_s = time.monotonic() + HEARTBEAT_S
                     gone += self._send_heartbeats()
-                for number in {link.number for link in gone}:
-                    self._drop_link(self.links[number], selector)
+                for link in {link.number: link for link in gone}.values():
+                    self._drop_link(link, selector)
         for link in self.links.values():
             link.connection.close()
 
     def _is_waiting(self) -> bool:
         """Whether there are connections to read from, or others may come."""
-        return bool(self._joined) or (self.listener is not None and math.isinf(self._closing_s))
+        is_open = self.listener is not None or self.succession is not None
+        return bool(self._joined) or (is_open and math.isinf(self._closing_s))
 
     def _drop_link(self, link: Link, selector: selectors.BaseSelector) -> None:
         """Close a connection. One whose ranks have ended stays known, so that it does not count as lost."""
@@ -335,6 +400,9 @@ class NodeGroup:
                 link.stopped, link.is_stopping = message["stopped"], message["stopping"]
             if "problems" in message:
                 link.problems = message["problems"]
+            if "succession" in message:
+                self.learn_succession(message["succession"])
+                link.host = self.hosts.get(link.number, link.host)
             if "decision" in message:
                 self.decision = message["decision"]
                 self.out = self.decision["out"]
@@ -362,13 +430,17 @@ class NodeGroup:
         if not math.isinf(self._closing_s):
             return
         with self.changed:
-            if link.number not in self.roster:
+            if link.number not in self.roster and link.number != self.coordinator:
                 line = f"the spare node {link.number} ({link.host}) {problem}"
                 print(f"harness: {line}", file=sys.stderr, flush=True)
                 return
-            node_rank = self.roster.index(link.number)
-            line = f"node {node_rank} ({link.host}) {problem}"
-            lost = NodeFailure(node_rank=node_rank, host=link.host, exit_code=1, line=line, cause=EndCause.lost_node)
-            self.lost[link.number] = lost
-            self.report_failure(lost)
+            self.report_failure(self.add_lost(link.number, link.host, problem))
             self.changed.notify_all()
+
+    def add_lost(self, number: int, host: str, problem: str) -> NodeFailure:
+        """Remember that a launcher is lost; returns the failure. The caller holds `changed`."""
+        node_rank = self.roster.index(number) if number in self.roster else SPARE
+        line = f"node {node_rank} ({host}) {problem}" if node_rank != SPARE else f"launcher {number} ({host}) {problem}"
+        lost = NodeFailure(node_rank=node_rank, host=host, exit_code=1, line=line, cause=EndCause.lost_node)
+        self.lost[number] = lost
+        return lost

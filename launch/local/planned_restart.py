@@ -37,7 +37,7 @@ class RestartPlanner:
     def check(self, now_s: float) -> NodeFailure | None:
         """At most once every CHECK_EVERY_S: the planned restart, as a failure that stops all ranks; else None."""
         group, history = self._group, self._history
-        if group.number > 0 or history.elastic is None or now_s - self._checked_s < CHECK_EVERY_S:
+        if not group.is_coordinator or history.elastic is None or now_s - self._checked_s < CHECK_EVERY_S:
             return None
         self._checked_s = now_s
         has_spare = len(group.links) > len(group.active_links())

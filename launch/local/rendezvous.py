@@ -30,8 +30,9 @@ from typing import Any, final
 from harness.config.errors import ConfigError
 from launch.health.node_facts import machine_name
 from launch.local.file_limit import files_needed, raise_file_limit
-from launch.local.node_group import POLL_S, Link, NodeGroup, RendezvousSpec
+from launch.local.node_group import POLL_S, Link, NodeGroup, RendezvousSpec, encode_message
 from launch.local.roster import Roster, choose_roster, unpack_roster
+from launch.local.succession import find_coordinator
 from launch.node_record import NodeRecord
 from launch.slurm.node_exclusion import NodeFault, NodeFaultKind
 
@@ -75,15 +76,15 @@ class Elastic:
         A spare is used only if its last health check found nothing.
         """
         out = self.record.find_out()
-        out.pop(group.hosts[0], None)  # several launchers on one machine, to rehearse: it is not lost
-        present: dict[int, NodeFaultKind | None] = {0: None}
+        out.pop(group.hosts[group.number], None)  # several launchers on one machine, to rehearse: it is not lost
+        present: dict[int, NodeFaultKind | None] = {group.number: None}
         used = set(roster)
         for number, link in group.links.items():
             exclusion = out.get(link.host)
             if number in used or link.problems is not None:
                 fault = NodeFaultKind.health if link.problems else None
                 present[number] = NodeFaultKind(exclusion.kind) if exclusion is not None else fault
-        return choose_roster(roster, present, allowed=self.allowed)
+        return choose_roster(roster, present, allowed=self.allowed, coordinator=group.number)
 
 
 def join_nodes(
@@ -102,7 +103,9 @@ def join_nodes(
     if spec.node_rank > 0:
         hello |= {"node": spec.node_rank, "host": machine_name()}
         hello |= {"problems": elastic.problems} if elastic else {}
-        return join_as_peer(spec, address, hello, within_s=within_s, silent_s=silent_s, stop_requested=stop_requested)
+        return join_as_peer(
+            spec, address, hello, within_s=within_s, silent_s=silent_s, stop_requested=stop_requested, elastic=elastic
+        )
     group = NodeGroup(spec, address, time.strftime("%Y%m%d-%H%M%S"), 0, None, silent_s)
     group.hosts[0], group.roster = machine_name(), tuple(range(spec.num_nodes))
     if spec.num_nodes == 1:
@@ -116,9 +119,10 @@ def join_nodes(
         admit_nodes(group, hello, within_s, stop_requested, elastic)
         group.address = bound or agree_on_address(group)
         open_store_socket(group)
+        go = encode_message(group.go_message())
         for link in group.links.values():
             link.last_seen_s = time.monotonic()
-            link.send(**group.go_message())
+            link.send_line(go)
         if elastic is None:
             group.listener.close()
             group.listener = None
@@ -184,7 +188,12 @@ def close_on_failure(group: NodeGroup) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for other in (group.store_socket, group.listener, *(link.connection for link in group.links.values())):
+        for other in (
+            group.store_socket,
+            group.listener,
+            group.succession,
+            *(link.connection for link in group.links.values()),
+        ):
             if other is not None:
                 other.close()
         raise
@@ -286,7 +295,10 @@ def admit_node(
     try:
         (hello, *_) = link.read_messages() or [{}]
         link.number, link.host, link.problems = int(hello["node"]), str(hello["host"]), hello.get("problems")
-    except (ValueError, KeyError, TypeError):
+        link.stopped = int(hello.get("stopped", -1))
+        if "port" in hello:
+            link.listens_at = connection.getpeername()[0], int(hello["port"])
+    except (OSError, ValueError, KeyError, TypeError):
         connection.close()
         return None
     refusal = ""
@@ -331,12 +343,15 @@ def join_as_peer(
     within_s: float,
     silent_s: float,
     stop_requested: Callable[[], bool],
+    elastic: Elastic | None = None,
 ) -> NodeGroup:
     """Every other node: connect to node 0, and wait for its go message."""
     deadline_s = time.monotonic() + within_s
     link = Link(0, spec.host, connect_to_node_0(spec, address, deadline_s, stop_requested), time.monotonic())
     group = NodeGroup(spec, address, "", 0, None, silent_s, {0: link})
     with close_on_failure(group):
+        if elastic is not None:
+            prepare_succession(group, link, hello, elastic)
         link.send(**hello)
         link.connection.settimeout(POLL_S)
         message = wait_for_go(group, link, deadline_s, stop_requested)
@@ -344,7 +359,21 @@ def join_as_peer(
     link.last_seen_s = time.monotonic()
     group.start_name, group.store_port = message["start"], message["store_port"]
     group.roster, group.restarts = unpack_roster(message["roster"]), message["restarts"]
+    group.learn_succession(message["succession"])
+    link.host = group.hosts.get(0, link.host) if elastic is not None else link.host
     return group
+
+
+def prepare_succession(group: NodeGroup, link: Link, hello: dict[str, Any], elastic: Elastic) -> None:
+    """Listen for the case that this launcher must coordinate the run, and name the port in the hello."""
+    group.succession = open_listener(link.connection.getsockname()[0], 0, group.spec)
+    group.succession.settimeout(POLL_S)
+    hello["port"] = group.succession.getsockname()[1]
+
+    def admit(connection: socket.socket) -> Link | None:
+        return admit_node(group, connection, hello, elastic)
+
+    group.succeed = lambda: find_coordinator(group, hello, admit, elastic.record)
 
 
 def wait_for_go(group: NodeGroup, link: Link, deadline_s: float, stop_requested: Callable[[], bool]) -> dict[str, Any]:

@@ -6,8 +6,9 @@ How: when a rank dies, hangs or raises, or a node is lost, every node stops its 
 for all (`launch.restart_budget`) once no rank of the run is alive, opens another store for the next start, and sends
 the decision. In an elastic run it also chooses the machines: a spare takes over the node rank of one that is lost or
 out, or the run continues with fewer (`launch.local.roster`). Where the run resumes is decided by the ranks, as in every
-start. Exit codes 2, 3 and 75, the loss of node 0 and of a node that nobody can replace are never answered with a
-restart; then the launchers end, and a scheduler may requeue the job.
+start. If node 0 itself is lost, the next in line decides (`launch.local.succession`). Exit codes 2, 3 and 75, and the
+loss of a node that nobody can replace, are never answered with a restart; then the launchers end, and a scheduler may
+requeue the job.
 """
 
 from __future__ import annotations
@@ -118,8 +119,12 @@ def agree_on_restart(group: NodeGroup, history: RestartHistory, *, stopping: boo
     """
     failure = group.failure
     assert failure is not None, "the ranks failed"
-    if group.number > 0:
-        return await_decision(group, stopping=stopping)
+    while not group.is_coordinator:
+        decision = await_decision(group, stopping=stopping)
+        if decision is not None:
+            return decision
+        if stopping or group.succeed is None or not group.succeed():
+            return RestartDecision(False, "")
     obstacle = find_obstacle(group, history.run, stopping=stopping)
     history.record_faults(group, stopping=stopping)
     roster = choose_next_roster(group, history)
@@ -160,7 +165,8 @@ def agree_on_restart(group: NodeGroup, history: RestartHistory, *, stopping: boo
                 "roster": pack_roster(group.roster),
                 "exit_code": failure.exit_code,
                 "out": out,
-            }
+            },
+            succession=group.describe_succession(),
         )
         for lost in list(group.lost.values()) if decision.again else ():
             group.report_failure(lost)  # after the choice
@@ -222,7 +228,7 @@ def find_obstacle(group: NodeGroup, run: RunDir, *, stopping: bool) -> str:
     the silence as well; that takes until `fenced_s`.
     """
     with group.changed:
-        waiting = list(group.roster[1:])
+        waiting = [number for number in group.roster if number != group.number]
 
         def is_settled() -> bool:  # called for every message: it must not look at all nodes each time
             while waiting and is_stopped(group, waiting[-1]):
@@ -242,7 +248,7 @@ def find_obstacle(group: NodeGroup, run: RunDir, *, stopping: bool) -> str:
 
 def list_unstopped(group: NodeGroup) -> list[int]:
     """Ranks of the nodes whose ranks of this start may still run."""
-    return [node_rank for node_rank, number in enumerate(group.roster) if number and not is_stopped(group, number)]
+    return [node_rank for node_rank, number in enumerate(group.roster) if not is_stopped(group, number)]
 
 
 def is_stopped(group: NodeGroup, number: int) -> bool:
@@ -251,15 +257,13 @@ def is_stopped(group: NodeGroup, number: int) -> bool:
     return link is None or link.stopped >= group.restarts or link.is_done
 
 
-def await_decision(group: NodeGroup, *, stopping: bool) -> RestartDecision:
-    """Every node but node 0: report that the ranks are gone, and wait for the decision of node 0."""
+def await_decision(group: NodeGroup, *, stopping: bool) -> RestartDecision | None:
+    """Every node but node 0: report that the ranks are gone, and wait for the decision; None if node 0 is lost."""
     with group.changed:
         group.send_all(stopped=group.restarts, stopping=stopping)
-        group.changed.wait_for(lambda: group.decision is not None or bool(group.lost))
+        group.changed.wait_for(lambda: group.decision is not None or group.has_lost_coordinator)
         decision, group.decision = group.decision, None
-        return (
-            RestartDecision(False, "") if decision is None else RestartDecision(decision["again"], decision["reason"])
-        )
+        return None if decision is None else RestartDecision(decision["again"], decision["reason"])
 
 
 def print_decision(decision: RestartDecision, group: NodeGroup, *, has_crashed: bool) -> None:
@@ -267,5 +271,5 @@ def print_decision(decision: RestartDecision, group: NodeGroup, *, has_crashed: 
     if decision.again and not group.is_spare:
         where = f"node {group.node_rank} ({machine_name()}): " if group.spec.num_nodes > 1 else ""
         print(f"harness: {where}{decision.reason}: all ranks start again", file=sys.stderr, flush=True)
-    elif decision.reason and has_crashed and group.number == 0:
+    elif decision.reason and has_crashed and group.is_coordinator:
         print(f"harness: not restarted: {decision.reason}", file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
 """Which launcher runs which node of a run: a pure rule, used at the start and at every restart inside the job.
 
 A roster lists the launchers that run ranks, by node rank; a launcher is identified by the number with which it joined
-(`--node-rank`). Launcher 0 coordinates the run and is always node 0. All others are spares. The rule changes as
-little as possible: a machine that takes over a node rank has the same ranks and shards as the one it replaces.
+(`--node-rank`). All others are spares. The coordinator always runs ranks. The rule changes as little as possible: a
+machine that takes over a node rank has the same ranks and shards as the one it replaces.
 
 | node | a spare is free | no spare, fewer nodes are allowed | neither |
 |---|---|---|---|
@@ -32,13 +32,14 @@ def choose_roster(
     present: Mapping[int, NodeFaultKind | None],
     *,
     allowed: Collection[int],
+    coordinator: int = 0,
 ) -> Roster | None:
     """The roster of the next start; None if there are not enough launchers.
 
     `present` has every launcher that can run ranks, and why it is out, or None. `allowed` are the numbers of nodes on
-    which the run can continue; it wants the largest.
+    which the run can continue; it wants the largest. The coordinator is never replaced while it is there.
     """
-    faults = {number: fault if number else None for number, fault in present.items()}  # node 0 cannot be replaced
+    faults = {number: None if number == coordinator else fault for number, fault in present.items()}
     used = set(roster)
     spares = sorted((number for number, fault in faults.items() if fault is None and number not in used), reverse=True)
     seats: list[int | None] = [number if number in faults else None for number in roster]

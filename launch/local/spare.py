@@ -46,7 +46,8 @@ def check_this_machine(cfg: Config, *, computes: bool) -> list[str]:
 
 
 def wait_as_spare(group: NodeGroup, stop_signals: Sequence[int]) -> int | None:
-    """Wait until this launcher runs a node, then return None; returns the exit code of the run once it has ended."""
+    """Wait until this launcher runs a node or the coordinator is lost, then return None; returns the exit code of the
+    run once it has ended."""
     name, waits = machine_name(), "it waits to replace a lost node"
     why = f"is out: {group.out[name]}; {waits} if no other can" if name in group.out else f"is a spare: {waits}"
     print(f"harness: {name} {why}", file=sys.stderr, flush=True)
@@ -60,9 +61,12 @@ def wait_as_spare(group: NodeGroup, stop_signals: Sequence[int]) -> int | None:
                 return group.end_code
             if decision is not None and not decision["again"]:
                 return int(decision["exit_code"])
-            if group.lost:
-                (lost,) = group.lost.values()
-                print(f"harness: the spare on {machine_name()} stops: {lost.line}", file=sys.stderr, flush=True)
+            if group.has_lost_coordinator:
+                line = group.lost[group.coordinator].line
+                if group.succeed is not None:
+                    print(f"harness: the spare on {machine_name()}: {line}", file=sys.stderr, flush=True)
+                    return None
+                print(f"harness: the spare on {machine_name()} stops: {line}", file=sys.stderr, flush=True)
                 return EXIT_CRASHED
     print(
         f"harness: node {group.node_rank} ({machine_name()}): no longer a spare, its ranks start",

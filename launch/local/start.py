@@ -51,6 +51,7 @@ from harness.telemetry.sinks.sink_process import send_last_alerts
 from launch.health.node_facts import machine_name
 from launch.local import hang_report
 from launch.local.agent import POLL_S, run_agent
+from launch.local.exit_file import write_exit_file
 from launch.local.node_group import SINGLE_NODE, NodeFailure, NodeGroup, RendezvousSpec
 from launch.local.out_of_memory import MemoryWatch
 from launch.local.planned_restart import RestartPlanner
@@ -191,7 +192,10 @@ def launch(cfg: Config, worker: Worker, spec: RendezvousSpec = SINGLE_NODE, *, c
             return EXIT_CRASHED
         with group:
             history = RestartHistory.begin(cfg, nproc=nproc, elastic=elastic)
-            return run_and_clean_up(cfg, lambda: run_until_final(cfg, worker, group, pool, stop_signals, history))
+            code = run_and_clean_up(cfg, lambda: run_until_final(cfg, worker, group, pool, stop_signals, history))
+            if group.is_coordinator:
+                write_exit_file(code)
+            return code
 
 
 def count_active_nodes(cfg: Config, num_launchers: int) -> int:
@@ -223,11 +227,13 @@ def run_until_final(
     while True:
         if group.is_spare and (code_of_run := wait_as_spare(group, stop_signals)) is not None:
             return code_of_run
-        with pool.start_workers(history.nproc) as processes:
-            code = run_ranks(cfg, worker, group, processes, stop_signals, RestartPlanner(group, history))
+        code = EXIT_CRASHED
+        if not group.is_spare:  # a spare without a coordinator has no ranks to stop
+            with pool.start_workers(history.nproc) as processes:
+                code = run_ranks(cfg, worker, group, processes, stop_signals, RestartPlanner(group, history))
         failure = group.failure
         if failure is None or (code == EXIT_DONE and failure.cause == EndCause.lost_node):
-            if group.number == 0:
+            if group.is_coordinator:
                 history.record_faults(group, stopping=True)
             return code
         decision = agree_on_restart(group, history, stopping=bool(stop_signals))
@@ -236,7 +242,7 @@ def run_until_final(
             break
         if group.is_spare:
             group.send_all(problems=check_this_machine(cfg, computes=True))
-    if group.number == 0:
+    if group.is_coordinator:
         if record_failure(run, code, failure):
             send_last_alerts(run, cfg.telemetry, log_bytes=log_bytes)
         if code == EXIT_BAD_CONFIG and group.spec.num_nodes == 1:

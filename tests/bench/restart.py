@@ -2,13 +2,15 @@
 
     python -m tests.bench.restart                          three restarts by the launcher
     python -m tests.bench.restart --torchrun               the same trainer under `torchrun --max-restarts`
+    python -m tests.bench.restart --drills                 the table of all process and node drills with a restart
     python -m tests.bench.restart --ranks-per-gpu 2 4      NCCL ranks that share one GPU, at 125m
 
 Each round starts the default run on two CPU ranks, kills rank 1 after KILL_AT steps, waits for the first step of the
 next start, and ends the run. The parts come from the files of the run: its log, the lease (taken when the process group
 and the corpus are open) and the manifest (written when all parts are built).
 
-With `--ranks-per-gpu` each round is the drill `kill_rank` with `run.deterministic`: a run, and a twin without the kill
+With `--drills` each row is one drill on CPU ranks; `--drills kill_rank lost_node` runs only these. With
+`--ranks-per-gpu` each round is the drill `kill_rank` with `run.deterministic`: a run, and a twin without the kill
 that is trained once. Weights and moments at the end are compared byte for byte. Exit code 1: a drill failed, a run
 differs from its twin, or the next update took longer than TARGET_S.
 """
@@ -33,7 +35,13 @@ from harness.core.events import Event, RunRestarted, RunStarted, StepRecord
 from harness.core.locking import directory_lease
 from harness.core.rundir import RunDir
 from harness.telemetry import heartbeat
-from tests.bench.restart_drills import kept_directory, measure_nccl_restarts, print_table
+from tests.bench.restart_drills import (
+    RESTART_DRILLS,
+    kept_directory,
+    measure_drills,
+    measure_nccl_restarts,
+    print_table,
+)
 
 TARGET_S = 15.0
 """The next update of NCCL ranks is wanted within this many seconds."""
@@ -54,6 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(sys.argv[1:] if argv is None else argv)
     if args.ranks_per_gpu:
         return measure_on_gpu(args)
+    if args.drills is not None:
+        with kept_directory(args.keep) as runs:
+            rows = measure_drills(args.drills or RESTART_DRILLS, args.overrides, runs=runs)
+            print(f"load average {os.getloadavg()[1]:.1f}, {os.cpu_count()} cores\n")
+            print_table(rows)
+        return 0 if all(row.passed for row in rows) else 1
     for number in range(1, args.rounds + 1):
         load = os.getloadavg()[0]
         with tempfile.TemporaryDirectory() as directory:
@@ -67,10 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", help="of the training or the drill; with --ranks-per-gpu")
+    parser.add_argument("overrides", nargs="*", help="of the training or the drill")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--torchrun", action="store_true", help="restart with torchrun instead of the launcher")
     parser.add_argument("--ranks-per-gpu", type=int, nargs="+", metavar="N", help="numbers of NCCL ranks on one GPU")
+    parser.add_argument("--drills", nargs="*", metavar="NAME", help="run these drills; without a name, all")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the runs here")
     return parser.parse_intermixed_args(argv)
 

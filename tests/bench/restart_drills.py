@@ -21,6 +21,7 @@ from harness.drills.drill_record import DrillEvidence, gather
 from harness.drills.infrastructure_campaign import are_identical
 from harness.drills.score import Card
 from harness.drills.score_card import markdown_table
+from launch.drills.fault_environment import UnavailableError
 from launch.drills.runner import run_drill
 
 SHARED_DIR = Path("/dev/shm")
@@ -41,6 +42,21 @@ NCCL_TRAINING = (
 )
 """125m parameters, short steps: collectives of ranks that share a GPU go over sockets."""
 NCCL_FAULT = ("drill.fault.at=23",)
+RESTART_DRILLS = (
+    "kill_rank",
+    "raised_error",
+    "hung_rank",
+    "kill_node",
+    "preemption",
+    "corrupted_checkpoint",
+    "lost_node",
+    "lost_coordinator",
+    "lost_partners",
+    "unreachable_node",
+    "hung_node",
+)
+"""Scenarios of processes and nodes whose fault restarts the run; the last ones have several nodes and spares."""
+DRILL_TRAINING = ("parallel.device=cpu", "launch.hang_after_s=10")
 HEAD = ("drill", "ranks", "state from", "noticed", "restarted", "first update", "steps lost", "identical", "")
 
 
@@ -118,6 +134,19 @@ def measure_nccl_restarts(
             words = (*NCCL_TRAINING, *sharing, *NCCL_FAULT, *overrides)
             rows.append(run_one("kill_rank", "kill_rank", runs / str(num_ranks), words))
             print_progress(" | ".join(rows[-1].cells))
+    return rows
+
+
+def measure_drills(names: Sequence[str], overrides: Sequence[str], *, runs: Path) -> list[DrillRow]:
+    """Run drills on CPU ranks of this machine; one row each. One that the machine cannot run is skipped."""
+    rows = []
+    for name in names:
+        try:
+            rows.append(run_one(name, name, runs, (*DRILL_TRAINING, *overrides)))
+        except UnavailableError as error:
+            print_progress(f"{name} was skipped: {error}")
+            continue
+        print_progress(" | ".join(rows[-1].cells))
     return rows
 
 

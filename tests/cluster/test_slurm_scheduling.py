@@ -140,7 +140,8 @@ def test_a_node_that_failed_twice_is_excluded(
 
 
 def test_a_spare_node_replaces_one_that_died_and_the_job_goes_on(slurm: LocalSlurm, tmp_path: Path) -> None:
-    """The launcher and the ranks of the second node are killed: srun neither ends the job nor decides its exit code."""
+    """The launcher and the ranks of the first node are killed: the second coordinates the run, and srun neither ends
+    the job nor decides its exit code. The script of the job, which runs on the first node, goes on."""
     overrides = ("launch.nodes=2", "launch.spares=1", "train.num_steps=100000", "optim.schedule=constant")
     cfg = config(tmp_path, "run", *overrides, "launch.slurm.health=false", "checkpoint.every_steps=10")
     run = locate(cfg)
@@ -153,24 +154,26 @@ def test_a_spare_node_replaces_one_that_died_and_the_job_goes_on(slurm: LocalSlu
         return "\n".join(path.read_text() for path in run.logs.glob("slurm-*.log"))
 
     wait_until(lambda: len(seen(StepRecord)) > 15, logs, within_s=TIMEOUT_S)
-    lost = [pid for pid in slurm.processes() if is_on_node(pid, "n2")]
+    lost = [pid for pid in slurm.processes() if is_launcher_on_node(pid, "n1")]
     for pid in lost:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     wait_until(lambda: len(seen(RunStarted)) == 2, logs, within_s=TIMEOUT_S)
     (restarted,) = seen(RunRestarted)
     assert isinstance(restarted, RunRestarted)
-    assert (restarted.replaced_by, restarted.num_nodes) == ({"n2": "n3"}, 2), restarted
+    assert (restarted.replaced_by, restarted.num_nodes) == ({"n1": "n3"}, 2), restarted
     run.stop.touch()
     assert wait(slurm, job) == [("FAILED", 75)], "stopped by a person: resumable, not requeued"
     (end,) = requeue.read_ends(run)
     assert (end.exit_code, end.requeued) == (75, False)
-    assert [(exclusion.node, exclusion.kind) for exclusion in end.excluded] == [("n2", "lost")]
+    assert [(exclusion.node, exclusion.kind) for exclusion in end.excluded] == [("n1", "lost")]
 
 
-def is_on_node(pid: int, node: str) -> bool:
-    """Whether a process is a task of a job step on this node."""
+def is_launcher_on_node(pid: int, node: str) -> bool:
+    """Whether a process is the launcher of this node or one of its ranks; srun is not."""
     with suppress(OSError):
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        return f"SLURMD_NODENAME={node}".encode() in environment and b"HARNESS_EXIT_FILE" in b"".join(environment)
+        program = Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0]
+        is_here = f"SLURMD_NODENAME={node}".encode() in environment and b"HARNESS_EXIT_FILE" in b"".join(environment)
+        return is_here and b"python" in program
     return False

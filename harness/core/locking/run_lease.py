@@ -22,6 +22,8 @@ from harness.core.locking.directory_lease import InUseError, Lease, SeenLease
 from harness.core.locking.lease_holder import this_process
 
 FOLDER = "lease"
+TAKEOVER_ATTEMPTS = 3
+"""How often a holder that the job has lost may be seen alive before it counts as alive."""
 STORAGE_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOTCONN)
 """Errors after which the same command may succeed."""
 
@@ -126,6 +128,29 @@ def require_free(run: Path, *, wait: bool) -> None:
         raise in_use_error(run, error) from None
     except OSError as error:
         raise io_error(directory, "cannot read", error) from None
+
+
+def take_over_lease(run: Path) -> None:
+    """Free the lease of a process on a machine that the job has lost, once it has missed a few renewals.
+
+    Raises ConfigError if it is renewed again and again. The process that held it exits when it sees this, if it lives.
+    """
+    directory, me = run / FOLDER, this_process()
+    for attempt in range(1, TAKEOVER_ATTEMPTS + 1):
+        try:
+            seen = directory_lease.read_newest(directory)
+            if seen is None or seen.released:
+                return
+            at_most_s = None if seen.holder is None else seen.holder.overdue_s
+            free = directory_lease.wait_until_free(directory, me, at_most_s=at_most_s)
+            if free is not None and not free.released:
+                release_stale_lease(directory, free)
+            return
+        except InUseError as error:  # it may have been renewed a last time
+            if attempt == TAKEOVER_ATTEMPTS:
+                raise in_use_error(run, error) from None
+        except OSError as error:
+            raise io_error(directory, "cannot read", error) from None
 
 
 def dead_holder(run: Path) -> str:

@@ -13,7 +13,7 @@ from harness.config.errors import ConfigError
 from harness.core.locking import directory_lease
 from harness.core.locking.lease_holder import this_process
 from harness.core.rundir import RunDir
-from launch.local import node
+from launch.local import exit_file, node
 from launch.local.node import parse_rendezvous
 from launch.local.node_group import SINGLE_NODE, RendezvousSpec
 from launch.local.ports import reserved_port
@@ -104,7 +104,7 @@ def test_more_nodes_than_the_run_has_are_rejected(tmp_path: Path, capsys: pytest
 
 
 def test_node_0_of_a_job_leaves_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(node.EXIT_FILE, str(tmp_path / "exit"))
+    monkeypatch.setenv(exit_file.EXIT_FILE, str(tmp_path / "exit"))
     others = ["--nodes", "2", "--node-rank", "1", "--rendezvous", "nowhere.invalid:1"]
     assert node.main([str(tmp_path / "none"), *others]) == 2
     assert not (tmp_path / "exit").exists()

@@ -201,13 +201,17 @@ def test_a_spare_ends_with_a_run_that_is_not_restarted(stack: ExitStack, run: Ru
         assert waiting.result(10) == 0
 
 
-def test_a_spare_without_node_0_ends(stack: ExitStack, run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_spare_without_node_0_looks_for_another_coordinator_or_ends(
+    stack: ExitStack, run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
     hosts = Hosts(stack, run, 2, spares=1, allowed=(2,))
     first, _, spare = hosts.all()
     waiting = hosts.pool.submit(wait_as_spare, spare, [])
     drop_connections(first)
-    assert waiting.result(10) == 1
-    assert "stops: node 0 (127.0.0.1) is gone\n" in capsys.readouterr().err
+    assert waiting.result(10) is None
+    spare.succeed = None
+    assert wait_as_spare(spare, []) == 1
+    assert "stops: node 0 (host0) is gone\n" in capsys.readouterr().err
 
 
 def test_a_node_that_hangs_twice_is_replaced_and_waits(stack: ExitStack, run: RunDir) -> None:
@@ -302,7 +306,10 @@ def test_ranks_of_a_silent_node_have_time_to_die(
     (decision,) = hosts.agree(hosts.history(), groups[0])
     assert decision.reason == "restart 1, host2 replaces host1"
     assert time.monotonic() - noticed_s > 0.7
-    silent.result().links[0].connection.close()
+    lost = silent.result()
+    assert lost.succession is not None
+    for opened in (lost.links[0].connection, lost.succession):
+        opened.close()
 
 
 def test_a_lost_node_is_not_blamed_while_the_run_stops_or_if_all_others_are_lost(stack: ExitStack, run: RunDir) -> None:

@@ -1,0 +1,67 @@
+"""`harness drill` with several nodes on one machine: virtual hosts, and launchers on loopback."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from harness.core import events
+from harness.core.events import RunRestarted, RunStarted
+from harness.core.rundir import RunDir
+from harness.drills import scenario
+from launch.drills import local_nodes
+from launch.drills.runner import run_drill
+from launch.drills.virtual_hosts import reason_against_hosts
+from tests.launch.cli.test_drill import PATIENCE_S, harness
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(2 * PATIENCE_S), pytest.mark.xdist_group("node-drills")]
+
+SHORT = (
+    "train.num_steps=50",
+    "train.sequence_length=32",
+    "model.num_layers=1",
+    "launch.slurm.health=false",
+    "launch.threads=1",
+)
+AT = "drill.fault.at=27"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both drills have an equal twin, which is trained once."""
+    return tmp_path_factory.mktemp("node-drills")
+
+
+def last_restart(run: RunDir) -> tuple[RunRestarted, RunStarted]:
+    log = list(events.read(run.events))
+    (restarted,) = (event for event in log if isinstance(event, RunRestarted))
+    *_, started = (event for event in log if isinstance(event, RunStarted))
+    return restarted, started
+
+
+@pytest.mark.skipif(bool(reason_against_hosts()), reason=reason_against_hosts())
+def test_the_loss_of_the_first_host_is_survived(directory: Path) -> None:
+    done = harness("lost_coordinator", AT, "--no-mlflow", *SHORT, cwd=directory)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = RunDir(directory / "runs/drill-lost_coordinator")
+    restarted, started = last_restart(run)
+    assert (restarted.replaced_by, restarted.out) == ({"host1": "host3"}, {"host1": "node 0 (host1) is gone"})
+    assert (started.in_memory, started.fetched_ranks) == (True, [0]), "from the memory of the partner"
+    score = json.loads((run.path / "score.json").read_text())["score"]
+    assert score["identical"]
+    assert 0 < score["notice_s"] < score["first_update_s"] < 200
+
+
+def test_a_spare_on_loopback_replaces_a_lost_node(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without root: nodes have names and folders in shared memory of their own."""
+    monkeypatch.setattr(local_nodes, "reason_against_hosts", lambda: "needs root")
+    overrides = (AT, *SHORT, f"run.dir={directory / 'runs'}")
+    planned = scenario.load_scenario("lost_node", overrides)
+    card = run_drill("lost_node", planned, [*SHORT, f"run.dir={directory / 'runs'}"], to_mlflow=False)
+    run = RunDir(directory / "runs/drill-lost_node")
+    assert card.passed, card.as_dict()
+    restarted, started = last_restart(run)
+    assert (restarted.replaced_by, started.world_size) == ({"node1": "node2"}, 2)
+    assert (started.in_memory, started.fetched_ranks) == (True, [1])
