@@ -164,8 +164,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of all runs")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--lr", type=float, nargs="+", default=[6.0e-4, 2.0e-3], help="learning rates of both")
-    parser.add_argument("--optimizers", nargs="+", choices=[*OptimizerKind], default=[*OptimizerKind])
+    parser.add_argument("--lr", default="6e-4,2e-3", help="learning rates of both, comma-separated")
     options = parser.parse_args()
     on_cuda = str(torch.cuda.is_available()).lower()
     with tempfile.TemporaryDirectory() as directory, fast_attention():
@@ -183,8 +182,8 @@ def main() -> None:
         print(f"{options.steps} steps of {tokens:,} tokens, {cfg.precision.kind}, {options.seeds} seeds", flush=True)
         results = []
         for seed in range(options.seeds):
-            for lr in options.lr:
-                for optimizer in options.optimizers:
+            for lr in map(float, options.lr.split(",")):
+                for optimizer in OptimizerKind:
                     results.append(train(optimizer, lr, seed, overrides, RunDir(Path(directory))))
                     last = results[-1]
                     pace = f"{1e3 * last.step_s:.1f} ms a step"

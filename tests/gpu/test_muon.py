@@ -95,7 +95,7 @@ def test_the_step_has_no_host_sync_and_trains(compiled: str) -> None:
             step(parts, cfg, index, probe=index % 2 == 0)
     last = train_losses(parts, cfg, 8)
     print(f"compile={compiled}: losses {first} ... {last}")
-    assert last[-1] < first[0] - 0.5
+    assert last[-1] < first[0] - 0.3
 
 
 @pytest.mark.parametrize("compiled", ["false", "true"])
