@@ -130,6 +130,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
+@pytest.fixture
+def composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`compose.load` of this process is that of `tests.composed`, also for the code under test."""
+    from harness.config import compose
+    from tests import composed
+
+    monkeypatch.setattr(compose, "load", composed.load)
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pool]:
     """A pool of processes that run distributed cases."""

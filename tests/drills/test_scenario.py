@@ -9,14 +9,13 @@ from harness.config import compose
 from harness.config.errors import ConfigError
 from harness.drills import directories, scenario
 from harness.faults.fault_plan import FaultKind
-from tests import composed
 
 SHARED = "drill.bounds has latency_steps, steps_lost, seconds, loss_gap, identical, false_alarms, excluded"
 
 
 @pytest.mark.parametrize("name", scenario.names())
-def test_every_scenario_loads(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(compose, "load", composed.load)
+@pytest.mark.usefixtures("composed_once")
+def test_every_scenario_loads(name: str) -> None:
     loaded = scenario.load_scenario(name)
     assert loaded.summary
     assert "\n" not in loaded.summary
