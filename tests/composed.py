@@ -23,6 +23,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from harness.config import compose
 from harness.config.schema import Config
 
+LOAD = compose.load
+"""Kept, so that a test can replace `compose.load` by `load`."""
 GROUP = re.compile(rf"\+?({'|'.join(path.name for path in compose.conf_dir().iterdir() if path.is_dir())})=\w+")
 VALUE = re.compile(r"[a-z]\w*(\.\w+)+=.*")
 
@@ -35,12 +37,12 @@ def load(overrides: Sequence[str] = ()) -> Config:
 @cache
 def _load(overrides: tuple[str, ...]) -> Config:
     if not all(GROUP.fullmatch(override) or VALUE.fullmatch(override) for override in overrides):
-        return compose.load(overrides)
+        return LOAD(overrides)
     with (
         patch.object(hydra, "compose", _compose),
         patch.object(hydra, "initialize_config_dir", lambda *_, **__: nullcontext()),
     ):
-        return compose.load(overrides)
+        return LOAD(overrides)
 
 
 def _compose(_name: str, overrides: Sequence[str]) -> Any:

@@ -16,7 +16,10 @@ from tests.distributed.pool import Pool
 
 LONGEST_FIRST = (
     "test_drills",
+    "test_infrastructure_campaign",
     "test_slurm_scheduling",
+    "test_slurm",
+    "test_kernels",
     "test_submit",
     "test_kill",
     "test_hosts",
@@ -37,6 +40,16 @@ LONGEST_FIRST = (
     "test_store",
     "test_start",
     "test_in_a_run",
+    "test_rerun",
+    "test_other_runs",
+    "test_determinism",
+    "test_pod",
+    "test_ablation",
+    "test_shared_memory",
+    "test_memory_resume",
+    "test_spare",
+    "test_rare_burst",
+    "test_mutation",
     "test_data_shift",
     "test_stalls",
     "test_elastic",
@@ -46,7 +59,6 @@ LONGEST_FIRST = (
     "test_checkpoint",
     "test_mechanism",
     "test_log_index",
-    "test_kernels",
     "test_processes",
     "test_compose",
     "test_main",
@@ -58,7 +70,6 @@ LONGEST_FIRST = (
     "test_readers",
     "test_mlflow_sink",
     "test_ring",
-    "test_rerun",
     "test_credentials",
     "test_shadow",
     "test_supervisor",
@@ -117,6 +128,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(f"{FULL_MARK} is not written in {', '.join(unseen)}: -m full would skip its tests")
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+@pytest.fixture
+def composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`compose.load` of this process is that of `tests.composed`, also for the code under test."""
+    from harness.config import compose
+    from tests import composed
+
+    monkeypatch.setattr(compose, "load", composed.load)
 
 
 @pytest.fixture(scope="session")

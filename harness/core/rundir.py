@@ -20,9 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from harness.config.compose import flat, plain, schema_default, to_yaml
+from harness.config.compose import flat, parse_yaml, plain, schema_default, to_yaml
 from harness.config.errors import ConfigError
 from harness.config.run import ResumePolicy
 from harness.config.schema import Config
@@ -198,7 +196,7 @@ def differences(cfg: Config, run: RunDir) -> dict[str, tuple[Any, Any]]:
     """
     if not has_begun(run):
         return {}
-    old, new = flat(yaml.safe_load(run.config.read_text()) or {}), flat(plain(cfg))
+    old, new = flat(parse_yaml(run.config.read_text()) or {}), flat(plain(cfg))
     old |= {key: schema_default(key) for key in new if key not in old}
     keys = [key for key in new | old if not key.startswith(MAY_DIFFER)]
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}

@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from harness.build import build
-from harness.config.compose import load
 from harness.core.rundir import RunDir
 from harness.distributed.shards import local
 from harness.distributed.world import connect, disconnect
 from tests.bench.checkpoint import SNAPSHOT, Cost, Measurements, check_restores, measure, measure_save, render
 from tests.bench.intervals import estimate
 from tests.bench.savers import CONTROL, OURS, Contender, Loop, Save, begin_torch, contenders, control, restore_torch
+from tests.composed import load
 
 ROOT = Path(__file__).parents[2]
 TINY = [

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from harness.config.compose import load
 from launch.cli import main
 from tests.bench.claims import (
     PAGE,
@@ -28,6 +27,7 @@ from tests.bench.claims import (
     parse_blocks,
     render,
 )
+from tests.composed import load
 
 RUNS, BLOCKS = load_runs(), all_blocks()
 COMMANDS = sorted({command for run in RUNS.values() for command in run.commands})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -13,20 +14,23 @@ from harness.core.events import ActionKind, FindingKind
 from harness.drills import campaign
 from harness.drills.campaign import EARLIEST, MARGIN, MOST_FAULTS, DrawnFault
 from harness.drills.drill_record import DrillEvidence
-from harness.drills.scenario import Bounds, Expected
+from harness.drills.scenario import Bounds, Expected, Scenario
 from harness.faults.fault_plan import FaultKind
 from tests import composed
 from tests.drills import logs
 
-KNOWN = campaign.mixable_scenarios()
+
+@cache
+def known() -> dict[str, Scenario]:
+    """Cached, and not read at import: every worker imports this file, and one runs it."""
+    return campaign.mixable_scenarios()
 
 
 def test_mixable_scenarios_need_no_special_environment() -> None:
-    assert {"kill_rank", "nan_grad", "corrupted_checkpoint", "hung_rank"} <= set(KNOWN)
-    assert not {"full_disk", "tracking_down", "warmup_cut", "replica_mismatch", "fp16_overflow", "lost_node"} & set(
-        KNOWN
-    )
-    assert composed.load(campaign.training_overrides(KNOWN)).launch.hang_after_s == 30
+    assert {"kill_rank", "nan_grad", "corrupted_checkpoint", "hung_rank"} <= set(known())
+    special = {"full_disk", "tracking_down", "warmup_cut", "replica_mismatch", "fp16_overflow", "lost_node"}
+    assert not special & set(known())
+    assert composed.load(campaign.training_overrides(known())).launch.hang_after_s == 30
 
 
 @given(
@@ -37,7 +41,7 @@ def test_mixable_scenarios_need_no_special_environment() -> None:
 )
 def test_a_round_is_a_pure_function_of_its_seed(seed: int, number: int, num_steps: int, num_ranks: int) -> None:
     def draw_again() -> list[DrawnFault]:
-        return campaign.draw_faults(KNOWN, seed=seed, number=number, num_steps=num_steps, num_ranks=num_ranks)
+        return campaign.draw_faults(known(), seed=seed, number=number, num_steps=num_steps, num_ranks=num_ranks)
 
     drawn = draw_again()
     assert drawn == draw_again()
@@ -53,7 +57,7 @@ def test_a_round_is_a_pure_function_of_its_seed(seed: int, number: int, num_step
 def test_rounds_and_seeds_differ_and_every_scenario_is_drawn() -> None:
     def names(seed: int) -> list[list[str]]:
         rounds = (
-            campaign.draw_faults(KNOWN, seed=seed, number=number, num_steps=campaign.NUM_STEPS, num_ranks=2)
+            campaign.draw_faults(known(), seed=seed, number=number, num_steps=campaign.NUM_STEPS, num_ranks=2)
             for number in range(60)
         )
         return [[str(drawn) for drawn in faults] for faults in rounds]
@@ -61,13 +65,13 @@ def test_rounds_and_seeds_differ_and_every_scenario_is_drawn() -> None:
     first = names(0)
     assert first != names(1)
     assert len({tuple(faults) for faults in first}) > 50
-    assert {text.split()[0] for faults in first for text in faults} == set(KNOWN)
+    assert {text.split()[0] for faults in first for text in faults} == set(known())
     assert {len(faults) for faults in first} == set(range(1, MOST_FAULTS + 1))
 
 
 def test_a_run_too_short_for_a_campaign_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"^train.num_steps: must be at least 120 for a campaign, got 50$"):
-        campaign.draw_faults(KNOWN, seed=0, number=0, num_steps=50, num_ranks=2)
+        campaign.draw_faults(known(), seed=0, number=0, num_steps=50, num_ranks=2)
 
 
 def drawn(*names: str) -> list[DrawnFault]:

@@ -15,6 +15,8 @@ from harness.core.rundir import RunDir, append_line
 from harness.drills import directories
 from tests.drills import logs
 
+pytestmark = pytest.mark.usefixtures("composed_once")
+
 
 def config(runs: Path, *overrides: str) -> Config:
     return directories.configure(["telemetry=plain"], [f"run.dir={runs}", *overrides])

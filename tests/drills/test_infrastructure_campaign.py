@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,19 +20,24 @@ from harness.core.rundir import RunDir
 from harness.drills import infrastructure_campaign as campaign
 from harness.drills.campaign import DrawnFault
 from harness.drills.infrastructure_campaign import NAMES, InfrastructureCampaign
+from harness.drills.scenario import Scenario
 from harness.faults.fault_plan import CLOCK_FAULTS, FaultKind
 from tests import composed
 from tests.drills import logs
 
-KNOWN = campaign.infrastructure_scenarios()
+
+@cache
+def known() -> dict[str, Scenario]:
+    """Cached, and not read at import: every worker imports this file, and one runs it."""
+    return campaign.infrastructure_scenarios()
 
 
 def draw(seed: int = 0, *, every_s: float = 120.0, minutes: float = 20.0, num_ranks: int = 2) -> list[DrawnFault]:
-    return campaign.draw_schedule(KNOWN, seed=seed, every_s=every_s, minutes=minutes, num_ranks=num_ranks)
+    return campaign.draw_schedule(known(), seed=seed, every_s=every_s, minutes=minutes, num_ranks=num_ranks)
 
 
 def test_every_fault_that_can_be_planned_by_the_clock_takes_part() -> None:
-    assert {scenario.fault.kind for scenario in KNOWN.values()} == set(CLOCK_FAULTS)
+    assert {scenario.fault.kind for scenario in known().values()} == set(CLOCK_FAULTS)
     cfg = composed.load(campaign.long_training_overrides(120.0))
     assert (cfg.launch.hang_after_s, cfg.launch.restart_window) == (15, 240)
 
@@ -70,7 +76,7 @@ def test_steps_fill_the_time_at_the_measured_speed() -> None:
 
 
 def result(**changes: object) -> InfrastructureCampaign:
-    schedule = [DrawnFault(name="kill_rank", scenario=replace(KNOWN["kill_rank"], fault=draw()[0].fault))]
+    schedule = [DrawnFault(name="kill_rank", scenario=replace(known()["kill_rank"], fault=draw()[0].fault))]
     values = {
         "seed": 7,
         "every_s": 120.0,

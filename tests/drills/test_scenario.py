@@ -14,6 +14,7 @@ SHARED = "drill.bounds has latency_steps, steps_lost, seconds, loss_gap, identic
 
 
 @pytest.mark.parametrize("name", scenario.names())
+@pytest.mark.usefixtures("composed_once")
 def test_every_scenario_loads(name: str) -> None:
     loaded = scenario.load_scenario(name)
     assert loaded.summary

@@ -6,10 +6,14 @@ On NCCL ranks that share a GPU, or on gloo ranks in Triton's interpreter.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.distributed import cases
+from tests.distributed.pool import Pool
 from tests.gpu.kernel_device import DEVICE, IS_INTERPRETED, MARKS
 from tests.gpu.nccl import run_case
 
@@ -19,7 +23,9 @@ PADDED = ("model.ffn_dim=51", "train.micro_batch_size=2")
 """Rows that two ranks cannot share evenly, and two or more micro-batches."""
 CASES: list[tuple[int, tuple[str, ...]]] = [(2, ("precision=bf16", *PADDED)), (2, ("parallel.replicate=2", *PADDED))]
 """FSDP, and HSDP with a shard axis of size 1, for which FSDP never calls the reduce-scatter."""
-if not IS_INTERPRETED:
+if IS_INTERPRETED:  # a program takes milliseconds; one block, the embedding and the head are two FSDP modules
+    CASES = [(num_ranks, (*overrides, "model.num_layers=1")) for num_ranks, overrides in CASES]
+else:
     CASES += [
         (2, PADDED),
         (3, ("precision=bf16", "train.micro_batch_size=1")),
@@ -28,14 +34,27 @@ if not IS_INTERPRETED:
     ]
 
 
+@pytest.fixture(scope="module")
+def gloo_ranks() -> Iterator[Pool]:
+    """Ranks for the interpreter; none is started on a GPU."""
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+def measure_on_ranks(directory: Path, gloo_ranks: Pool, num_ranks: int, *overrides: str) -> list[Any]:
+    """The results of `square_sums_by_path` in rank order."""
+    if IS_INTERPRETED:
+        return gloo_ranks.run(num_ranks, cases.square_sums_by_path, *overrides)
+    return run_case(directory, "square_sums_by_path", *overrides, num_ranks=num_ranks)
+
+
 @pytest.mark.parametrize(("num_ranks", "overrides"), CASES)
 def test_the_copy_measures_what_a_separate_pass_measures(
-    tmp_path: Path, num_ranks: int, overrides: tuple[str, ...]
+    tmp_path: Path, gloo_ranks: Pool, num_ranks: int, overrides: tuple[str, ...]
 ) -> None:
     fixed = (f"parallel.device={DEVICE}", "parallel.compile=false")
-    for rank, found in enumerate(
-        run_case(tmp_path / "ranks", "square_sums_by_path", *fixed, *overrides, num_ranks=num_ranks)
-    ):
+    for rank, found in enumerate(measure_on_ranks(tmp_path / "ranks", gloo_ranks, num_ranks, *fixed, *overrides)):
         print(f"rank {rank}: {found}")
         (copied, in_pass), (separate, all_in_pass), (mixed, some_in_pass) = (
             found[name] for name in ("copied", "separate", "mixed")

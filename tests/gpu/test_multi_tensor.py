@@ -24,11 +24,11 @@ pytestmark = MARKS
 
 Shapes = list[tuple[int, ...]]
 
-ODD: Shapes = [(3,), (1024,), (7, 5), (0, 4), (130, 133), (64, 80)]
-EVEN: Shapes = [(8,), (1024,), (0, 4), (136, 128), (64, 80)]
+ODD: Shapes = [(3,), (1024,), (7, 5), (0, 4), (37, 133), (64, 20)]
+EVEN: Shapes = [(8,), (1024,), (0, 4), (40, 128), (64, 20)]
 """ODD sizes do not allow vectorized loads, EVEN sizes do; both have a tensor of several pieces and an empty one."""
 if not IS_INTERPRETED:
-    ODD, EVEN = [*ODD, (1000, 333)], [*EVEN, (4096, 512)]
+    ODD, EVEN = [*ODD, (130, 133), (64, 80), (1000, 333)], [*EVEN, (136, 128), (64, 80), (4096, 512)]
 NUM_LARGE = 60_001 if IS_INTERPRETED else 5_000_001
 """Values of a tensor of many pieces."""
 

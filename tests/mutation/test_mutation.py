@@ -139,7 +139,10 @@ def test_survivors_are_named_and_no_file_changes(limited: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_recorded_equivalent_is_counted_separately_and_must_survive(limited: Path) -> None:
+def test_a_recorded_equivalent_is_counted_separately_and_must_survive(tmp_path: Path) -> None:
+    (tmp_path / "limited.py").write_text("def is_over(value: float) -> bool:\n    return value > 2.5\n")
+    tests = "from limited import is_over\n\ndef test_is_over():\n    assert is_over(3.0) and not is_over(2.0)\n"
+    (tmp_path / "test_limited.py").write_text(tests)
     entry = """[[equivalent]]
 file = "limited.py"
 function = "is_over"
@@ -147,12 +150,12 @@ before = "return value > 2.5"
 after = "return value {operator} 2.5"
 reason = "a test"
 """
-    record = limited / "equivalent.toml"
+    record = tmp_path / "equivalent.toml"
     record.write_text(entry.format(operator=">=") + entry.format(operator="<="))
-    code, output = run(limited, "limited.py", "--tests", "test_limited.py", "--equivalent", str(record), "--jobs", "2")
+    code, output = run(tmp_path, "limited.py", "--tests", "test_limited.py", "--equivalent", str(record), "--jobs", "2")
     assert code == 1, "one of the two is killed"
-    assert "10 killed (0 by the timeout), 1 equivalent, 0 survived" in output
-    assert "limited.py:7 (is_over) KILLED, but recorded as equivalent" in output
+    assert "3 killed (0 by the timeout), 1 equivalent, 0 survived" in output
+    assert "limited.py:2 (is_over) KILLED, but recorded as equivalent" in output
 
 
 @pytest.mark.full

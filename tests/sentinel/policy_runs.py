@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from functools import cache
 
-from harness.config import compose
 from harness.config.sentinel import PolicyConfig
 from harness.core.events import (
     Action,
@@ -18,13 +17,14 @@ from harness.core.events import (
 )
 from harness.sentinel.policy.open_incident import ClosedIncident
 from harness.sentinel.policy.policy import Policy
+from tests import composed
 
 LAG = 1
 
 
 @cache
 def defaults() -> PolicyConfig:
-    return compose.load().sentinel.policy
+    return composed.load().sentinel.policy
 
 
 def record(

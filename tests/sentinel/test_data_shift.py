@@ -8,10 +8,10 @@ from functools import cache
 
 import pytest
 
-from harness.config import compose
 from harness.config.schema import Config
 from harness.core.events import Action, ActionKind
 from harness.sentinel.policy.policy import replay_actions
+from tests import composed
 from tests.sentinel.plant import Plant
 
 SHIFT, RETURN, NUM_STEPS = 300, 340, 500
@@ -20,7 +20,7 @@ DRASTIC = {ActionKind.rewind, ActionKind.rollback, ActionKind.halt, ActionKind.c
 
 @cache
 def config(*overrides: str) -> Config:
-    return compose.load(overrides)
+    return composed.load(overrides)
 
 
 def planned() -> Config:

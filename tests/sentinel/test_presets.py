@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from harness.config import compose
 from harness.config.errors import ConfigError
 from harness.config.schema import Config
 from harness.config.sentinel import AllowedActions, SentinelConfig
 from harness.core.events import Action, ActionKind, Finding, FindingKind
 from harness.sentinel.policy.policy import replay_actions
+from tests import composed
 from tests.sentinel.plant import Plant
 
 ONSET, NUM_STEPS = 300, 800
@@ -23,7 +23,7 @@ ONSET, NUM_STEPS = 300, 800
 
 @cache
 def config(preset: str) -> Config:
-    return compose.load([f"sentinel={preset}"])
+    return composed.load([f"sentinel={preset}"])
 
 
 def spike(batch: int) -> float:
@@ -99,7 +99,7 @@ def test_observe_rejects_nonfinite_updates_and_skips_their_batches(num_bad: int)
 
 
 def test_observe_stops_excluding_batches_once_the_skip_budget_is_spent() -> None:
-    cfg = compose.load(["sentinel=observe", "sentinel.policy.budgets.skip.per_window=2"])
+    cfg = composed.load(["sentinel=observe", "sentinel.policy.budgets.skip.per_window=2"])
     plant = Plant(cfg, norm_factor=lambda batch: math.nan if ONSET <= batch < ONSET + 5 else 1.0)
     plant.train(NUM_STEPS)
     assert plant.actions() == {ActionKind.skip: 2}
@@ -108,12 +108,12 @@ def test_observe_stops_excluding_batches_once_the_skip_budget_is_spent() -> None
 
 def test_the_default_preset_allows_all_actions() -> None:
     assert config("default").sentinel.policy.actions is AllowedActions.all
-    assert compose.load().sentinel == config("default").sentinel
+    assert composed.load().sentinel == config("default").sentinel
 
 
 def test_an_unknown_value_of_actions_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"sentinel\.policy\.actions: must be one of all, nonfinite_only, got 'none'"):
-        compose.load(["sentinel.policy.actions=none"])
+        composed.load(["sentinel.policy.actions=none"])
 
 
 def leaves(cfg: SentinelConfig) -> dict[str, Any]:

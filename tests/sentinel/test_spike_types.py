@@ -13,11 +13,11 @@ from random import Random
 import pytest
 
 from harness.analysis.judge.incident_groups import IncidentGroup, IncidentGrouper
-from harness.config import compose
 from harness.core.events import ActionKind, FindingKind
 from harness.sentinel.detect.detectors import Detectors
 from harness.sentinel.policy.open_incident import ClosedIncident, IncidentVerdict
 from harness.sentinel.policy.policy import Policy
+from tests import composed
 from tests.sentinel.policy_runs import record
 
 LEVEL, PEAK, NUM_CLEAN, NUM_RISING, NUM_BACK = 2.1, 4.5, 400, 20, 500
@@ -55,7 +55,7 @@ class Watched:
 
 def watch(curve: Callable[[int], float], *, seed: int, noise: float, num_rows: int = 1200) -> Watched:
     """Feed a curve to the detectors, the policy (up to its first restore) and the grouping of `harness judge`."""
-    cfg, random, said = compose.load().sentinel, Random(seed), Watched()
+    cfg, random, said = composed.load().sentinel, Random(seed), Watched()
     detectors, policy, grouper = Detectors(cfg.detect), Policy.start(cfg.policy, lag=1), IncidentGrouper(cfg.detect)
     is_restored = False
     for place in range(num_rows):
@@ -109,6 +109,6 @@ def test_a_spike_that_keeps_rising_is_divergent_and_rewound_soon(seed: int) -> N
     said = watch(diverge, seed=seed, noise=0.02)
     (_, watched), (kind, rewound) = said.actions
     assert kind is ActionKind.rewind
-    assert rewound - watched <= compose.load().sentinel.policy.patience_iterations + 10
+    assert rewound - watched <= composed.load().sentinel.policy.patience_iterations + 10
     assert said.open_types == [3]
     assert {group.spike_type for group in said.groups} == {3}

@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 
 from harness import train
-from harness.config import compose
 from harness.config.schema import Config
 from harness.data.order.ledger import Ledger
 from harness.data.sources import open_data
+from tests import composed
 
 VOCAB, RARE = 64, 63
 NUM_SAMPLES = 4000
@@ -42,7 +42,7 @@ def add_rare_token(path: Path, cfg: Config) -> None:
 
 def train_preset(*overrides: str) -> int:
     """A whole run on this rank; returns its exit code."""
-    return train.run_worker(compose.load(overrides))
+    return train.run_worker(composed.load(overrides))
 
 
 def _save(path: Path, tokens: NDArray[np.uint16]) -> None:

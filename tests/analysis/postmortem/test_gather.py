@@ -31,6 +31,8 @@ from tests.analysis.postmortem import stories
 from tests.analysis.postmortem.stories import ONSET, evidence_of, log_of, write
 from tests.sentinel.series import config, record
 
+pytestmark = pytest.mark.usefixtures("composed_once")
+
 
 def test_window_of_an_incident(tmp_path: Path) -> None:
     evidence = evidence_of(write(tmp_path / "run", stories.poisoned()))

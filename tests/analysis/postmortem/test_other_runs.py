@@ -35,7 +35,7 @@ def test_a_drill_of_another_size_and_seed_has_the_same_cause(ranks: Pool, runs: 
     drill = scenario.load_scenario(name, ["drill.seed=11", f"drill.fault.at={FAULT_AT}"])
     victim = RunDir(runs / name)
     overrides = [*drill.train, *SIZE, *QUIET, "run.seed=5", "train.batch_size=12", "checkpoint.every_steps=50"]
-    overrides.append(f"train.num_steps={FAULT_AT + 10}")
+    overrides += [f"train.num_steps={FAULT_AT + 10}", "train.sequence_length=32"]
     cfg = directories.configure(overrides, ())
     copy_common_part(ranks, runs, cfg, FAULT_AT - 8, victim)
     directories.write_config(cfg, victim)

@@ -19,9 +19,9 @@ from harness.analysis.postmortem.rules.hypotheses import rank_causes
 from harness.analysis.postmortem.rules.remedies import remedy_of
 from harness.analysis.postmortem.verification import check_log, verification_of
 from harness.analysis.postmortem.write import complete_evidence
-from harness.config import compose
 from harness.core.rundir import RunDir
 from launch.cli.main import main
+from tests import composed
 from tests.analysis.postmortem import rare_burst
 from tests.analysis.postmortem.rare_burst import (
     BURST_BATCH,
@@ -42,7 +42,7 @@ def test_burst_is_found_and_stratified_batches_have_no_spike(ranks: Pool, tmp_pa
     corpus = tmp_path / "text.bin"
     write_corpus(corpus, sequence_length=16)
     preset = ["+experiment=rare_burst", f"data.sources.main.paths=[{corpus}]", *RUN]
-    add_rare_token(corpus, compose.load(preset))
+    add_rare_token(corpus, composed.load(preset))
 
     def train(name: str, *overrides: str) -> RunDir:
         where = (f"run.dir={tmp_path}", f"run.name={name}")

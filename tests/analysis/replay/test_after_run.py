@@ -19,10 +19,10 @@ from harness.analysis.replay.after_run import (
     time_limit,
 )
 from harness.analysis.replay.request import ReplayRequest
-from harness.config.compose import load
 from harness.config.errors import ConfigError
 from harness.core.events import Incident
 from tests.analysis.postmortem import stories
+from tests.composed import load
 from tests.distributed.cases import TINY
 from tests.sentinel.series import record
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from harness.analysis.replay.module_watch import NonFiniteModules, watch_modules
-from harness.config.compose import load
 from harness.model.attention_mask import document_mask
 from harness.model.init import initialize
 from harness.model.transformer import Transformer
 from harness.precision.mixed_precision import linear
+from tests.composed import load
 from tests.distributed.cases import TINY
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -23,17 +22,18 @@ from harness.analysis.replay.request import ReplayRequest, can_reproduce, repeat
 from harness.analysis.replay.rerun import replay_config, run_replay_worker
 from harness.build import Parts
 from harness.checkpoint import catalog
-from harness.config.compose import load
-from harness.core import events, processes
+from harness.core import events
 from harness.core.events import StepRecord
 from harness.core.rundir import RunDir
 from harness.distributed.shards import local
 from harness.faults import drill_worker
 from harness.faults.fault_plan import Fault, FaultKind, FaultPlan
 from launch.cli.main import main
+from tests.composed import load
 from tests.distributed import faulty_runs
 from tests.distributed.cases import TINY
 from tests.distributed.pool import Pool
+from tests.forks import Launched
 
 RUN = (
     "train.num_steps=40",
@@ -208,14 +208,13 @@ def test_step_in_fp32_tells_an_overflow_from_a_structural_cause(ranks: Pool, sca
 
 
 @pytest.mark.full
-def test_command_repeats_the_step_in_fp32(scaled: RunDir) -> None:
+def test_command_repeats_the_step_in_fp32(scaled: RunDir, tmp_path: Path) -> None:
     """`harness replay` starts the ranks itself and writes the result into the run directory."""
-    arguments = ["replay", str(scaled.path), "--iteration", "1", "--precision", "fp32"]
-    command = processes.command("launch.cli.main", *arguments)
-    result = subprocess.run(command, env=processes.child_environment(), capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    assert "verdict    deterministic" in result.stdout
-    assert "fp16 overflow: the step is finite in fp32" in result.stdout
+    arguments = ("replay", str(scaled.path), "--iteration", "1", "--precision", "fp32")
+    with Launched("launch.cli.main", *arguments, output=tmp_path / "output") as command:
+        assert command.wait(timeout=200) == 0, command.stderr
+        assert "verdict    deterministic" in command.stdout
+        assert "fp16 overflow: the step is finite in fp32" in command.stdout
     assert (scaled.incidents / "iteration-1" / history.REPLAY_FILE).is_file()
 
 

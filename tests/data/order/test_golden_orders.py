@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from harness.config.compose import load
 from harness.data.batches import Batches
 from harness.data.order.ledger import Ledger
 from harness.data.sources import open_data
+from tests.composed import load
 from tests.data.token_files import write_pair
 
 NUM_BATCHES = 300

@@ -11,7 +11,6 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from harness.config.compose import load
 from harness.config.errors import ConfigError
 from harness.config.schema import Config
 from harness.core.rundir import locate
@@ -23,6 +22,7 @@ from harness.data.order.order import samples_at
 from harness.data.order.rare_token_rows import ScannedSource, find_rare, read_rare_index, write_rare_index
 from harness.data.order.stratify import OrderStage, StratifiedOrder, StratifiedSource
 from harness.data.sources import RecordedData, make_rare_index, open_data, read_recorded_data
+from tests.composed import load
 
 
 class TableCorpus:

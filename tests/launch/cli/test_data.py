@@ -27,6 +27,8 @@ from harness.data.prepare.tokenizer import open_tokenizer
 from launch.cli import data
 from tests.composed import load
 
+pytestmark = pytest.mark.usefixtures("composed_once")
+
 ROOT = Path(__file__).parents[3]
 SMALL = ["train.batch_size=4", "train.sequence_length=32"]
 

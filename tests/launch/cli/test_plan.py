@@ -12,6 +12,8 @@ from harness.model.size import num_parameters
 from launch.cli import plan
 from tests import composed
 
+pytestmark = pytest.mark.usefixtures("composed_once")
+
 ONE_BILLION = """\
 model 1b
   parameters        1,263,634,432

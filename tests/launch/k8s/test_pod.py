@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from launch.local.node_group import RendezvousSpec
 from launch.local.ports import reserved_port
 from launch.local.rendezvous import RendezvousError
 from tests.distributed.cases import tiny
+from tests.forks import Launched
 
 LIMIT_S = 300.0
 
@@ -101,15 +101,19 @@ def test_a_config_without_a_name_is_rejected(tmp_path: Path, monkeypatch: pytest
         signal.signal(signal.SIGTERM, before)
 
 
+def set_index(node_rank: int) -> None:
+    os.environ[pod.INDEX] = str(node_rank)
+
+
 @pytest.mark.full
 def test_two_pods_train_are_evicted_resume_and_are_stopped(tmp_path: Path) -> None:
     cfg = k8s(tmp_path, "train.num_steps=100000", "optim.warmup_steps=2", "checkpoint.every_steps=100000")
     path, run = store_config(cfg, tmp_path), locate(cfg)
 
-    def start(node_rank: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "launch.k8s.pod", str(path), "--nodes", "2"]
-        environment = {**os.environ, pod.INDEX: str(node_rank)}
-        return subprocess.Popen([*command, "--rendezvous", f"localhost:{port}"], env=environment, cwd=tmp_path)
+    def start(node_rank: int) -> Launched:
+        arguments = (str(path), "--nodes", "2", "--rendezvous", f"localhost:{port}")
+        output = tmp_path / f"pod-{node_rank}"
+        return Launched("launch.k8s.pod", *arguments, output=output, first=partial(set_index, node_rank))
 
     def last_step() -> int:
         return max((event.step for event in tail(run.events) if isinstance(event, StepRecord)), default=0)
@@ -136,5 +140,5 @@ def test_two_pods_train_are_evicted_resume_and_are_stopped(tmp_path: Path) -> No
             assert [process.wait(LIMIT_S) for process in pods] == [0, 0]
         finally:
             for process in pods:
-                process.kill()
-                process.wait()
+                if process.poll() is None:
+                    process.kill_group()

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_CRASHED, EXIT_DONE, EXIT_HALTED, EXIT_INTERRUPTED
-from harness.core import events, processes, snapshot_files
+from harness.core import events, snapshot_files
 from harness.core.events import RunStarted, StepRecord
 from harness.core.rundir import locate
 from launch.local.shared_memory import keeps_snapshots, run_and_clean_up, snapshot_bytes
 from tests.composed import load
 from tests.distributed.cases import TINY
+from tests.forks import Launched
 
 WAIT_S = 240.0
 
@@ -68,6 +68,10 @@ def wait_for_steps(log: Path, count: int) -> None:
     raise AssertionError(f"{log} has fewer than {count} steps")
 
 
+def leave_slurm() -> None:
+    os.environ.pop("SLURM_JOB_ID", None)
+
+
 @pytest.mark.full
 def test_a_restart_and_the_same_command_after_kill_9_resume_from_memory(tmp_path: Path) -> None:
     """First the ranks are killed, then everything. Nothing was saved to disk: without snapshots the run starts over."""
@@ -80,20 +84,19 @@ def test_a_restart_and_the_same_command_after_kill_9_resume_from_memory(tmp_path
         "checkpoint.ring.slots=2",
         "checkpoint.ring.every_steps=4",
     ]
-    command = processes.command("launch.train", *TINY, *overrides, f"checkpoint.ring.shared_dir={tmp_path}")
-    environment = processes.child_environment() | {"OMP_NUM_THREADS": "1"}
-    environment.pop("SLURM_JOB_ID", None)
+    command = ("launch.train", *TINY, *overrides, f"checkpoint.ring.shared_dir={tmp_path}")
     log = tmp_path / "a" / "events.jsonl"
-    first = subprocess.Popen(command, env=environment, stdout=-3, stderr=-3)
-    wait_for_steps(log, 16)
-    for pid in children_of(first.pid):
-        os.kill(pid, signal.SIGKILL)
-    wait_for_steps(log, 32)
-    for pid in (*children_of(first.pid), first.pid):
-        os.kill(pid, signal.SIGKILL)
-    assert first.wait(WAIT_S) == -signal.SIGKILL
+    with Launched(*command, output=tmp_path / "first", first=leave_slurm) as first:
+        wait_for_steps(log, 16)
+        for pid in children_of(first.pid):
+            os.kill(pid, signal.SIGKILL)
+        wait_for_steps(log, 32)
+        for pid in (*children_of(first.pid), first.pid):
+            os.kill(pid, signal.SIGKILL)
+        assert first.wait(WAIT_S) == -signal.SIGKILL
     last_step = max(event.step for event in events.read(log) if isinstance(event, StepRecord))
-    subprocess.run(command, env=environment, stdout=-3, check=True, timeout=WAIT_S)
+    with Launched(*command, output=tmp_path / "second", first=leave_slurm) as second:
+        assert second.wait(WAIT_S) == EXIT_DONE, second.stderr
     started = [event for event in events.read(log) if isinstance(event, RunStarted)]
     assert [event.in_memory for event in started] == [False, True, True]
     assert 4 <= started[1].step < started[2].step <= last_step

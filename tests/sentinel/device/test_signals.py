@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.config.compose import load
 from harness.core.events import TOKEN_LOSS_EDGES
 from harness.distributed.reduce_scatter import CommStats
 from harness.distributed.world import World, connect, disconnect
@@ -18,6 +17,7 @@ from harness.model.loss import IGNORED, count_losses
 from harness.sentinel.device import local_sums as module
 from harness.sentinel.device.signals import SignalLayout, Signals, group_of
 from harness.sentinel.device.slots import SLOTS
+from tests.composed import load
 
 BETAS, EPS, RATE = (0.9, 0.95), 1e-8, 0.125
 LAYOUT = SignalLayout(groups=("embedding", "blocks.0"), layers=("blocks.0",), sources=("web", "code", "books"))

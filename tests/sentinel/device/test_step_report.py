@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.config.compose import load
 from harness.core.events import TOKEN_LOSS_EDGES, StepRecord
 from harness.sentinel.device.gate import Gate, GateDecision
 from harness.sentinel.device.mailbox import Mailbox
 from harness.sentinel.device.signals import SCALARS, SignalLayout
 from harness.sentinel.device.slots import SLOTS
 from harness.sentinel.device.step_report import DECIDED, HostFacts, pack_report, totals, unpack_report
+from tests.composed import load
 
 LAYOUT = SignalLayout(
     groups=("embedding", "blocks.0"), layers=("blocks.0",), sources=("web", "code", "books"), num_ranks=4

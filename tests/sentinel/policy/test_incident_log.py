@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from harness.config.compose import load
 from harness.core.events import Action, ActionKind, FindingKind, Incident, StepRecord
 from harness.sentinel.policy.incident_log import IncidentLog
 from harness.sentinel.policy.open_incident import OpenIncident
 from harness.sentinel.policy.policy_state import PolicyState
 from harness.sentinel.sentinel import Sentinel
 from tests.analysis.postmortem.stories import healthy
+from tests.composed import load
 from tests.sentinel.policy_runs import defaults, finding, record
 
 

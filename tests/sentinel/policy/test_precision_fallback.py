@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from harness.config.compose import load
 from harness.config.sentinel import BudgetConfig
 from harness.core.events import Action, ActionKind, Event, FindingKind, RunStarted
 from harness.sentinel.policy.policy import Policy, replay_actions
 from harness.sentinel.sentinel import Sentinel
+from tests.composed import load
 from tests.sentinel.policy_runs import LAG, F, K, Run, defaults, finding, kind_of, outcome, record
 
 SHORT = replace(
