@@ -164,7 +164,7 @@ def start_nodes(run: RunDir, cfg: Config, *, limit_s: float, reboot_after_s: flo
 
     reboot_after_s: a launcher that was killed by a signal is started again after this time; None: never.
     """
-    number = len(list(run.logs.glob("start-*[0-9].stderr")))
+    number = sum("-node-" not in path.name for path in run.logs.glob("start-*.stderr"))
     begun_s, notes = time.monotonic(), list[str]()
     with open_nodes(cfg, run, number=number) as (nodes, hosts):
         for node in nodes:
