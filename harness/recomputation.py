@@ -28,7 +28,7 @@ from harness.build import Parts
 from harness.config.schema import Config
 from harness.data.batch import Batch
 from harness.distributed.bit_digests import BitDigests, Computation
-from harness.distributed.exchange import receive_from_distance
+from harness.distributed.collectives import receive_from_distance
 from harness.distributed.shards import local
 from harness.distributed.world import World
 

@@ -1,4 +1,4 @@
-"""Collectives outside FSDP2: sums, minima, broadcasts, and work whose result or failure reaches every rank."""
+"""Collectives outside FSDP2: sums, minima, shifts, broadcasts, and work whose result or failure reaches every rank."""
 
 from __future__ import annotations
 
@@ -39,6 +39,21 @@ def start_all_to_all(
     )
     assert work is not None, "this rank belongs to the group"
     return work
+
+
+def receive_from_distance(block: Tensor, distance: int) -> Tensor:
+    """The block of the rank `distance` places after this one, in a ring of all ranks. Collective: all ranks send blocks
+    of the same size. On a GPU only the stream waits."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    assert distance % size, "a rank does not send to itself"
+    outgoing, incoming = block.contiguous(), torch.empty_like(block, memory_format=torch.contiguous_format)
+    operations = [
+        dist.P2POp(dist.isend, outgoing, (rank - distance) % size),
+        dist.P2POp(dist.irecv, incoming, (rank + distance) % size),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    return incoming
 
 
 def call_unmatched_barrier() -> None:

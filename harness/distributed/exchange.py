@@ -106,18 +106,3 @@ def swap_blocks(outgoing: Tensor, incoming: Tensor, peer: int, group: LinkGroup,
         while not work.is_completed():  # `wait` would only make the stream wait
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"nothing arrived within {left_s:.1f} s")
-
-
-def receive_from_distance(block: Tensor, distance: int) -> Tensor:
-    """The block of the rank `distance` places after this one, in a ring of all ranks. Collective: all ranks send blocks
-    of the same size. On a GPU only the stream waits."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    assert distance % size, "a rank does not send to itself"
-    outgoing, incoming = block.contiguous(), torch.empty_like(block, memory_format=torch.contiguous_format)
-    operations = [
-        dist.P2POp(dist.isend, outgoing, (rank - distance) % size),
-        dist.P2POp(dist.irecv, incoming, (rank + distance) % size),
-    ]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    return incoming
