@@ -88,7 +88,7 @@ def discarding(parts: Parts) -> Iterator[None]:
     """Undo what a forward and backward pass changes: gradients, their norms, the meters of fp8 and the clock."""
     meters = parts.fp8_layers.table.clone()
     yield
-    parts.update.adamw.zero_grad(set_to_none=True)
+    parts.update.clear_gradients()
     parts.comm_stats.take_square_sum()
     parts.compute_clock.discard_step()
     parts.fp8_layers.table.copy_(meters)

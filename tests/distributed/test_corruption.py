@@ -38,6 +38,7 @@ def run_steps(
         pytest.param(2, ("parallel.replicate=2", "train.micro_batch_size=2"), marks=pytest.mark.full),
         pytest.param(4, ("parallel.replicate=2", "data.document_mask=true"), marks=pytest.mark.full),
         pytest.param(2, ("parallel.compile=true",), marks=pytest.mark.full),
+        pytest.param(2, ("optim=muon",), marks=pytest.mark.full),
     ],
 )
 def test_clean_steps_agree_and_leave_no_trace(

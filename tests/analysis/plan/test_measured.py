@@ -45,6 +45,7 @@ def test_the_time_with_documents_is_that_of_long_documents() -> None:
     """Measured with one document in each sequence, and with documents of 512 tokens on average."""
     planned = plan(config("data.document_mask=true"), world_size=1)
     assert planned.step_time_s == pytest.approx(TOKENS / 60_660, rel=TOLERANCE)
+    assert planned.step_time_s is not None
     assert planned.step_time_s > TOKENS / 71_303
     (reason,) = planned.unmeasured
     assert reason == "data.document_mask, planned for one document in each sequence, shorter ones are faster"
