@@ -23,7 +23,9 @@ KNOWN = campaign.mixable_scenarios()
 
 def test_mixable_scenarios_need_no_special_environment() -> None:
     assert {"kill_rank", "nan_grad", "corrupted_checkpoint", "hung_rank"} <= set(KNOWN)
-    assert not {"full_disk", "tracking_down", "warmup_cut", "replica_mismatch", "fp16_overflow", "lost_node"} & set(KNOWN)
+    assert not {"full_disk", "tracking_down", "warmup_cut", "replica_mismatch", "fp16_overflow", "lost_node"} & set(
+        KNOWN
+    )
     assert composed.load(campaign.training_overrides(KNOWN)).launch.hang_after_s == 30
 
 

@@ -109,8 +109,14 @@ def test_all_scenarios_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["score", "nowhere"], "nowhere: is not a drill: it has no drill.json"),
         (["full_disk", "launch=slurm"], "launch: full_disk needs launch=local, got slurm"),
         (["full_disk", "launch.nodes=2"], "launch.nodes: full_disk needs launch.nodes=1, got 2"),
-        (["unhealthy_node", "launch.nodes=1", "launch.spares=0"], "launch.nodes: unhealthy_node needs launch=local and "),
-        (["lost_node", "parallel.device=cuda"], "parallel.device: must be cpu or auto: nodes that are rehearsed on one "),
+        (
+            ["unhealthy_node", "launch.nodes=1", "launch.spares=0"],
+            "launch.nodes: unhealthy_node needs launch=local and ",
+        ),
+        (
+            ["lost_node", "parallel.device=cuda"],
+            "parallel.device: must be cpu or auto: nodes that are rehearsed on one ",
+        ),
         (["campaign", "--minutes", "0"], "--minutes: must be positive, got 0"),
         (["campaign", "--seed", "x"], "drill campaign: argument --seed: invalid int value: 'x'"),
         (["campaign", "--fault", "1"], "--fault: needs --infrastructure; use --round"),
