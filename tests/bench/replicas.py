@@ -52,6 +52,7 @@ KINDS = ("none", "taken", "published", "sent")
 TRUST_AFTER = 2
 """Steps after which a snapshot is trusted: one step was computed from it, and its report has arrived."""
 HEAD = f"| snapshot | window, ms | ratio ({COVERAGE:.0%} interval) |\n|---|---:|---:|"
+LIMIT_S = 3600.0
 SHARED = "checkpoint.ring.shared_dir=/dev/shm"
 
 
@@ -77,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2)
     args = parser.parse_intermixed_args(argv)
     cfg = configure(args.overrides, num_ranks=args.ranks)
-    pool = Pool()
+    pool = Pool(timeout_s=LIMIT_S)
     with tempfile.TemporaryDirectory() as directory:
         first, *_ = pool.run(args.ranks, measure_rank, cfg, directory, args.rounds)
     pool.close()

@@ -52,9 +52,9 @@ def _serve(pipe: Connection) -> None:
 class Pool:
     """Up to four ranks, started when first needed. `reuses=False` starts new ones for each case."""
 
-    def __init__(self, *, reuses: bool = True) -> None:
+    def __init__(self, *, reuses: bool = True, timeout_s: float = CASE_TIMEOUT_S) -> None:
         self._workers: list[tuple[BaseProcess, Connection]] = []
-        self._reuses = reuses
+        self._reuses, self._timeout_s = reuses, timeout_s
 
     def run(self, size: int, case: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Run the case on `size` ranks; results in rank order."""
@@ -79,9 +79,9 @@ class Pool:
     def _collect(self, size: int) -> list[Any]:
         results: list[Any] = []
         for rank, (process, pipe) in enumerate(self._workers[:size]):
-            if not pipe.poll(CASE_TIMEOUT_S):
+            if not pipe.poll(self._timeout_s):
                 self.close(force=True)
-                raise AssertionError(f"rank {rank} did not answer in {CASE_TIMEOUT_S} s")
+                raise AssertionError(f"rank {rank} did not answer in {self._timeout_s:.0f} s")
             try:
                 succeeded, result = pipe.recv()
             except EOFError:
