@@ -110,5 +110,7 @@ def test_an_update_with_the_kernels_equals_one_without(nesterov: bool) -> None:
         with torch.no_grad():
             change = torch.linalg.norm(plain_weights[name] - first[number])
             difference = float(torch.linalg.norm(weight - plain_weights[name]) / change)
-        assert difference < (1e-5 if IS_INTERPRETED else 2e-2), f"{name}: a GPU orthogonalizes in bf16, {difference:.2g}"
+        assert difference < (1e-5 if IS_INTERPRETED else 2e-2), (
+            f"{name}: a GPU orthogonalizes in bf16, {difference:.2g}"
+        )
         torch.testing.assert_close(ours.momenta[name], plain.momenta[name], rtol=1e-5, atol=1e-6, msg=name)
