@@ -41,6 +41,16 @@ def start_all_to_all(
     return work
 
 
+def start_broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> dist.Work:
+    """Send a tensor from rank `source` of a group to all others, in place.
+
+    It must stay unchanged until `wait` of the result. On CUDA `wait` does not wait on the host.
+    """
+    work: dist.Work | None = dist.broadcast(tensor, group=group, group_src=source, async_op=True)
+    assert work is not None, "this rank belongs to the group"
+    return work
+
+
 def receive_from_distance(block: Tensor, distance: int) -> Tensor:
     """The block of the rank `distance` places after this one, in a ring of all ranks. Collective: all ranks send blocks
     of the same size. On a GPU only the stream waits."""

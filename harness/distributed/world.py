@@ -68,6 +68,16 @@ class World:
         return self.mesh.get_group("shard")
 
     @property
+    def replica(self) -> int:
+        """Index of this rank among those that hold the same shard."""
+        return self.rank // self.num_shards
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the same shard, in the order of their replicas. Only with `replicate` above 1."""
+        return self.mesh.get_group("replicate")
+
+    @property
     def is_first_on_host(self) -> bool:
         """Whether this is the first rank of its machine."""
         return rank_from_environment()[2] == 0

@@ -6,7 +6,8 @@ weight decay of AdamW can be kept: every update has the root mean square lr * up
 How: orthogonalization needs whole matrices, and FSDP2 leaves each rank some rows. Each matrix has an owner
 (`harness.optim.matrix_owners`). An all-to-all per batch brings all rows to the owners, which orthogonalize
 (`harness.optim.orthogonalize`), and a second one returns the result; the exchange of the next batch overlaps with the
-GEMMs of this one. With replicas, each replica does so among its own ranks, and all replicas compute the same bits.
+GEMMs of this one. With replicas, each replica does so for every n-th batch, among its own ranks, and sends the result
+to the others: all of them apply the same bits, even if their devices round differently.
 The skip mask is applied where momentum and weights are written, by selection, not by multiplication. All ranks always
 enter the same collectives, whatever the mask says, and nothing waits for the device on the host.
 Queries, keys, values, gate and up projections are separate parameters, also where their GEMMs are fused, and each is
@@ -20,13 +21,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from itertools import zip_longest
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
 from harness.config.optim import MuonConfig
-from harness.distributed.collectives import start_all_to_all
+from harness.distributed.collectives import start_all_to_all, start_broadcast
 from harness.distributed.reduce_scatter import CommStats
 from harness.distributed.shards import local
 from harness.distributed.world import World
@@ -51,7 +53,7 @@ class MatrixShard(NamedTuple):
 
 
 class _Exchange(NamedTuple):
-    """An all-to-all under way. The tensors are kept until it is done."""
+    """A collective under way. The tensors are kept until it is done."""
 
     work: Any
     sent: Tensor
@@ -87,14 +89,17 @@ class Muon:
         self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         shapes = [(parameter.shape[0], parameter.shape[1]) for parameter in parameters.values()]
         num_ranks, self._rank = (1, 0) if world is None else (world.num_shards, world.shard)
+        self._num_replicas, replica = (1, 0) if world is None else (world.replicate, world.replica)
         self._batches = assign_matrices(shapes, num_ranks)
+        self._own_batches = self._batches[replica :: self._num_replicas]
+        """The batches that this replica orthogonalizes."""
         places = {number: place for batch in self._batches for number, place in batch.places.items()}
         self._places = [places[number] for number in range(len(shapes))]
         factors = [
             each.lr_multiplier * cfg.update_rms * math.sqrt(max(shape))
             for each, shape in zip(options, shapes, strict=True)
         ]
-        owned = [number for batch in self._batches for number in batch.owned[self._rank]]
+        owned = [number for batch in self._own_batches for number in batch.owned[self._rank]]
         self._factors = torch.tensor(factors, dtype=torch.float32, device=device)
         """Factor on the learning rate of each orthogonalized matrix."""
         self._decays = torch.tensor([each.lr_multiplier * each.weight_decay for each in options], device=device)
@@ -108,7 +113,7 @@ class Muon:
     def step(self, *, skip_mask: Tensor, divisor: Tensor) -> UpdateSums:
         """Update each matrix by its gradient / `divisor`; if `skip_mask` is 1, nothing changes by a bit.
 
-        Collective: all ranks of a replica must call.
+        Collective: all ranks must call.
         """
         shards = [self._shard(name, parameter) for name, parameter in self.parameters.items()]
         directions = torch.empty(self._batches[-1].end, dtype=self._dtype, device=self.lr.device)
@@ -121,10 +126,11 @@ class Muon:
 
     def update_square(self, lr: Tensor) -> Tensor:
         """This rank's share of the squared norm of the last update, at this learning rate; weight decay not counted.
+        With replicas the shares of all ranks add up to the norm times their number, as with what every replica holds.
 
         After a restore and before the first update it is that of matrices whose singular values are all 1.
         """
-        return (self._direction_squares * (self._owned_factors * lr).square()).sum()
+        return (self._direction_squares * (self._owned_factors * lr).square()).sum() * self._num_replicas
 
     def on_restore(self) -> None:
         """Weights and momenta were initialized, loaded or restored."""
@@ -183,11 +189,11 @@ class Muon:
         matrices that this rank owns."""
         squares: list[Tensor] = [self._full_rank.new_empty(0)]
         scatters: list[_Exchange] = []
-        gather = self._start_gather(directions, self._batches[0])
-        for number, batch in enumerate(self._batches):
-            gathered = self._finish(gather)
-            if number + 1 < len(self._batches):
-                gather = self._start_gather(directions, self._batches[number + 1])
+        gathers = [self._start_gather(directions, batch) for batch in self._own_batches[:1]]
+        for batch, following in zip_longest(self._own_batches, self._own_batches[1:]):
+            gathered = self._finish(gathers.pop())
+            if following is not None:
+                gathers.append(self._start_gather(directions, following))
             count, num_ranks = len(batch.owned[self._rank]), batch.num_ranks
             parts = gathered.view(num_ranks, count, batch.part_rows, batch.columns)
             padded = parts.transpose(0, 1).reshape(count, num_ranks * batch.part_rows, batch.columns)
@@ -200,6 +206,8 @@ class Muon:
             scatters.append(self._start_scatter(directions, batch, returned))
         for scatter in scatters:
             self._finish(scatter)
+        for exchange in self._start_broadcasts(directions):
+            self._finish(exchange)
         return torch.cat(squares)
 
     def _start_gather(self, directions: Tensor, batch: MatrixBatch) -> _Exchange:
@@ -218,6 +226,19 @@ class Muon:
             return _Exchange(None, returned, received)
         own_size = len(batch.owned[self._rank]) * batch.part_size
         return self._start(returned, received, [own_size] * batch.num_ranks, batch.sizes)
+
+    def _start_broadcasts(self, directions: Tensor) -> list[_Exchange]:
+        """Send the rows of each batch from the replica that orthogonalized it to the others."""
+        if self._num_replicas == 1:
+            return []
+        assert self._world is not None
+        with self._timed():
+            parts = [directions[batch.start : batch.end] for batch in self._batches]
+            works = [
+                start_broadcast(part, number % self._num_replicas, self._world.replica_group)
+                for number, part in enumerate(parts)
+            ]
+        return [_Exchange(work, part, part) for work, part in zip(works, parts, strict=True)]
 
     def _start(self, sent: Tensor, received: Tensor, sent_sizes: list[int], received_sizes: list[int]) -> _Exchange:
         assert self._world is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+import harness.optim.muon
 from harness.config.errors import ConfigError
 from harness.config.optim import OptimConfig, OptimizerKind
+from harness.config.schema import Config
 from harness.distributed.shards import local
 from harness.distributed.world import World, connect, disconnect
 from harness.optim import matrix_owners
@@ -191,6 +194,17 @@ def update_sharded(replicate: int, max_batch_values: int) -> dict[str, Any]:
     matrix_owners.MAX_BATCH_VALUES = max_batch_values
     cfg = load(["optim=muon", "optim.warmup_steps=0", f"parallel.replicate={replicate}", "parallel.device=cpu"])
     world = connect(cfg.parallel)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(harness.optim.muon, "orthogonalize", partial(orthogonalize_inexactly, error=2e-7 * world.replica))
+        return update_with(cfg, world, replicate)
+
+
+def orthogonalize_inexactly(matrices: Tensor, *, num_iterations: int, error: float) -> Tensor:
+    """As on a device that rounds differently."""
+    return orthogonalize(matrices, num_iterations=num_iterations) * (1 + error)
+
+
+def update_with(cfg: Config, world: World, replicate: int) -> dict[str, Any]:
     placements: list[Any] = [Replicate(), Shard(0)] if replicate > 1 else [Shard(0)]
 
     def sharded(seed: int) -> dict[str, Tensor]:
@@ -230,7 +244,7 @@ def test_sharded_matrices_are_updated_as_whole_ones(
         assert result["square"][0] == pytest.approx(result["square"][1], rel=1e-5)
     for first, second in zip(results[: num_ranks // replicate], results[-(num_ranks // replicate) :], strict=True):
         assert first["shard"] == second["shard"]
-        assert first["bits"] == second["bits"], "replicas have the same bits"
+        assert first["bits"] == second["bits"], "replicas have the same bits, though they round differently"
 
 
 @pytest.mark.parametrize(

@@ -55,13 +55,13 @@ def _batch_bytes(batch: MatrixBatch) -> int:
 
 
 def orthogonalize_flops(cfg: Config, num_shards: int, *, overhead: float) -> float:
-    """FLOPs of the rank with the most matrices. `overhead`: the inner dimension that takes as long as starting and
-    finishing a tile."""
-    loads = [0.0] * num_shards
-    for batch in matrix_batches(cfg, num_shards):
+    """FLOPs of the rank with the most matrices; replicas take turns. `overhead`: the inner dimension that takes as long
+    as starting and finishing a tile."""
+    loads = [[0.0] * cfg.parallel.replicate for _ in range(num_shards)]
+    for index, batch in enumerate(matrix_batches(cfg, num_shards)):
         short, long = sorted((batch.rows, batch.columns))
         outputs = 2 * short * short + short * long  # of the three GEMMs of an iteration
         flops = newton_schulz_flops((short, long), 1) + 2 * overhead * outputs
         for rank, numbers in enumerate(batch.owned):
-            loads[rank] += cfg.optim.muon.iterations * flops * len(numbers)
-    return max(loads)
+            loads[rank][index % cfg.parallel.replicate] += cfg.optim.muon.iterations * flops * len(numbers)
+    return max(map(max, loads))

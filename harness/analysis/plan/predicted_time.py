@@ -103,11 +103,16 @@ def _waiting_s(cfg: Config, calls: list[Collective], *, kernels: Work, world_siz
 
 
 def _exchange_waiting_s(cfg: Config, calls: list[Collective], kernels: Work) -> float:
-    """Waiting in Muon's exchanges: the first gather, the last scatter, and what takes longer than the GEMMs."""
+    """Waiting in Muon's exchanges: the first gather, the last scatter, what takes longer than the GEMMs, and the
+    broadcasts to other replicas."""
+
+    def all_s(kind: CollectiveKind) -> float:
+        return sum(call.num_calls * (seconds(call, cfg.cluster) or 0.0) for call in calls if call.kind is kind)
+
     exchanges = [call for call in calls if call.kind is CollectiveKind.all_to_all]
-    all_s = sum(call.num_calls * (seconds(call, cfg.cluster) or 0.0) for call in exchanges)
     ends_s = sum(2 * (seconds(call, cfg.cluster) or 0.0) for call in exchanges)
-    return ends_s + max(0.0, all_s - ends_s - kernels.orthogonalize_s)
+    hidden_s = max(0.0, all_s(CollectiveKind.all_to_all) - ends_s - kernels.orthogonalize_s)
+    return ends_s + hidden_s + all_s(CollectiveKind.broadcast)
 
 
 def _cost(calls: list[Collective], kind: CollectiveKind, of: str, cluster: ClusterConfig) -> float:

@@ -3,11 +3,11 @@
 Why: on many machines the links limit the step time, and a wrong mesh is cheaper to notice here than in training.
 How: each collective is listed with its number of calls, size and group. Blocks are all-gathered once per micro-batch,
 twice if they are resharded after forward. Gradients are reduce-scattered in fp32 at every micro-batch. Replicas
-all-reduce their shards once per step. Muon sends the rows of each batch of matrices to their owners and back, in bf16;
-the all-to-all goes directly from rank to rank. Neighbouring ranks share a machine, and the shards of one replica are
-neighbours, so replicas are spread over machines first. Volumes and times are those of a ring, as in NCCL's cost model:
-each rank sends (n - 1) / n of an all-gather, and twice that of an all-reduce. A ring over several machines uses the
-ports of all its devices. Latency grows with the number of ranks.
+all-reduce their shards once per step. Muon sends the rows of each batch of matrices to their owners and back, in bf16,
+directly from rank to rank; replicas take turns and broadcast the result. Neighbouring ranks share a machine, and the
+shards of one replica are neighbours, so replicas are spread over machines first. Volumes and times are those of a ring,
+as in NCCL's cost model: each rank sends (n - 1) / n of an all-gather, and twice that of an all-reduce. A ring over
+several machines uses the ports of all its devices. Latency grows with the number of ranks.
 Left out: the small all-reduce of signals; other jobs on the same network; trees and in-network reduction.
 """
 
@@ -37,6 +37,7 @@ class CollectiveKind(StrEnum):
     reduce_scatter = "reduce_scatter"
     all_reduce = "all_reduce"
     all_to_all = "all_to_all"
+    broadcast = "broadcast"
 
 
 @final
@@ -61,7 +62,8 @@ class Collective:
     num_calls: int
     """Calls in a step."""
     num_bytes: int
-    """The whole tensor: what a gather gives, a scatter takes, an all-reduce sums, a rank has for an all-to-all."""
+    """The whole tensor: what a gather gives, a scatter takes, an all-reduce sums, a rank has for an all-to-all
+    or a broadcast."""
     group: RankGroup
 
     @property
@@ -122,8 +124,12 @@ def collectives(cfg: Config, *, world_size: int) -> list[Collective]:
         ]
     if batches := matrix_batches(cfg, shards.num_ranks):
         mean_bytes = direction_bytes(cfg, shards.num_ranks) // len(batches)
-        kind, num_calls = CollectiveKind.all_to_all, 2 * len(batches)
-        listed.append(Collective(kind=kind, of="matrices", num_calls=num_calls, num_bytes=mean_bytes, group=shards))
+        num_own = -(-len(batches) // replicas.num_ranks)
+        for kind, num_calls, group in (
+            (CollectiveKind.all_to_all, 2 * num_own, shards),
+            (CollectiveKind.broadcast, len(batches), replicas),
+        ):
+            listed.append(Collective(kind=kind, of="matrices", num_calls=num_calls, num_bytes=mean_bytes, group=group))
     return [collective for collective in listed if collective.group.num_ranks > 1]
 
 

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from harness.analysis.plan.memory import checkpoint_bytes, memory
-from harness.analysis.plan.orthogonalization import direction_bytes, muon_matrices, orthogonalize_flops, update_bytes
+from harness.analysis.plan.orthogonalization import (
+    direction_bytes,
+    matrix_batches,
+    muon_matrices,
+    orthogonalize_flops,
+    update_bytes,
+)
 from harness.analysis.plan.plan import plan
 from harness.analysis.plan.plan_text import render
 from harness.analysis.plan.predicted_time import step_time
@@ -67,6 +73,19 @@ def state_bytes() -> tuple[int, int]:
 def test_moments_are_those_that_training_allocates(ranks: Pool) -> None:
     planned = memory(cases.tiny(*UNEVEN), world_size=2).parts
     assert ranks.run(2, state_bytes) == [(planned.weights, planned.moments)] * 2
+
+
+def test_replicas_take_turns_and_broadcast() -> None:
+    cfg, alone = config("optim=muon", "parallel.replicate=2"), config("optim=muon")
+    batches = matrix_batches(cfg, 4)
+    (call,) = exchanges(cfg, 8)
+    assert call.num_calls == 2 * -(-len(batches) // 2)
+    (sent,) = (call for call in collectives(cfg, world_size=8) if call.kind is CollectiveKind.broadcast)
+    assert (sent.num_calls, sent.group.num_ranks) == (len(batches), 2)
+    assert sent.num_calls * sent.num_bytes == pytest.approx(direction_bytes(cfg, 4), rel=0.01)
+    shared, whole = (orthogonalize_flops(each, 4, overhead=0.0) for each in (cfg, alone))
+    assert whole / 2 <= shared < whole
+    assert not [call for call in collectives(alone, world_size=8) if call.kind is CollectiveKind.broadcast]
 
 
 def test_every_rank_sends_its_rows_there_and_back() -> None:
