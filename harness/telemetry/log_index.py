@@ -3,10 +3,11 @@
 Why: a run of a million steps has a log of several GB. The dashboard, the terminal view, a post-mortem and a resume must
 not read all of it, and must not hold all of it in memory.
 How: the log is divided into blocks of about 1 MiB of whole lines. For each block the index holds the byte range, the
-range of iterations, the position of every line that is not an ordinary step (findings, actions, rejected steps, ...,
-and the step before each of them), and the positions of the extreme values of loss and gradient norm. The run appends
-one line per block to `events.index` beside the log. The index is optional: parts that it does not cover, or covers
-wrongly, are scanned, which costs one pass over the raw lines and no parsing. Readers write nothing.
+range of iterations, the position of every line that is not an ordinary step (findings, actions, rejected steps, ...),
+of the step before each of them and of the first step after a start, and the positions of the extreme values of loss and
+gradient norm. The run appends one line per block to `events.index` beside the log. The index is optional: parts that it
+does not cover, or covers wrongly, are scanned, which costs one pass over the raw lines and no parsing. Readers write
+nothing.
 `between` and `rare_lines` are exact. `sample_lines` is exact for a log up to its budget in bytes. From a longer log it
 takes all lines that are not ordinary steps, the extremes of each block, and evenly spaced stretches of ordinary steps.
 """
@@ -39,6 +40,7 @@ PLAIN = re.compile(
 """An applied step with finite loss and gradient norm. Groups: iteration, step, loss, gradient norm, learning rate."""
 TOKENS_PER_S = re.compile(rb'"tokens_per_s":(' + NUMBER + rb")[,}]")
 STEP = re.compile(rb'\{"event":"step","time":[^,]*,"iteration":(\d+),')
+START = b'{"event":"run_started",'
 
 Extreme = tuple[float, int]
 """A value and the position of its line."""
@@ -60,7 +62,8 @@ class LogBlock:
     last: int | None = None
     """Highest iteration of a step."""
     rare: list[int] = field(default_factory=list)
-    """Positions of the lines that are not ordinary steps, and of the ordinary step before each of them."""
+    """Positions of the lines that are not ordinary steps, of the ordinary step before each of them, and of the first
+    ordinary step after a start, which ends its starting time."""
     low: Extreme | None = None
     """Lowest loss of the ordinary steps."""
     high: Extreme | None = None
@@ -68,7 +71,9 @@ class LogBlock:
     norm: Extreme | None = None
     """Highest gradient norm of the ordinary steps."""
     previous: int | None = None
-    """Position of the last line if that is an ordinary step; not on disk."""
+    """Position of the last line if that is an ordinary step that `rare` does not have; not on disk."""
+    is_starting: bool = False
+    """Whether no ordinary step has followed the last start; not on disk."""
 
     def add(self, line: bytes) -> None:
         """Extend the block by the next whole line."""
@@ -79,7 +84,10 @@ class LogBlock:
             self.high = (loss, place) if self.high is None else max(self.high, (loss, place))
             self.norm = (norm, place) if self.norm is None else max(self.norm, (norm, place))
             self._extend_range(int(plain[1]))
-            self.previous = place
+            if self.is_starting:
+                self.rare.append(place)
+            self.previous = None if self.is_starting else place
+            self.is_starting = False
             return
         if step := STEP.match(line):
             self._extend_range(int(step[1]))
@@ -87,6 +95,7 @@ class LogBlock:
             self.rare.append(self.previous)
         self.rare.append(place)
         self.previous = None
+        self.is_starting = self.is_starting or line.startswith(START)
 
     def _extend_range(self, iteration: int) -> None:
         self.first = iteration if self.first is None else min(self.first, iteration)
@@ -120,7 +129,7 @@ class LogBlock:
 
     def to_json(self) -> str:
         values = asdict(self)
-        del values["previous"]
+        del values["previous"], values["is_starting"]
         return json.dumps(values, separators=(",", ":"))
 
     @classmethod
