@@ -23,17 +23,11 @@ from harness.drills.score import Card
 from harness.drills.score_card import markdown_table
 from launch.drills.fault_environment import UnavailableError
 from launch.drills.runner import run_drill
+from tests.gpu.nccl import AT_125M
 
 SHARED_DIR = Path("/dev/shm")
 NCCL_TRAINING = (
-    "model.dim=768",
-    "model.num_layers=12",
-    "model.num_heads=12",
-    "model.num_kv_heads=4",
-    "model.ffn_dim=2048",
-    "train.sequence_length=1024",
-    "train.batch_size=8",
-    "optim.lr=6e-4",
+    *AT_125M,
     "train.num_steps=30",
     "checkpoint.ring.every_steps=5",
     f"checkpoint.ring.shared_dir={SHARED_DIR}",

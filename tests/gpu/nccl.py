@@ -12,6 +12,17 @@ from typing import Any
 
 from launch.local.ports import reserved_port
 
+AT_125M = (
+    "model.dim=768",
+    "model.num_layers=12",
+    "model.num_heads=12",
+    "model.num_kv_heads=4",
+    "model.ffn_dim=2048",
+    "train.sequence_length=1024",
+    "train.batch_size=8",
+    "optim.lr=6e-4",
+)
+"""125m parameters in the training of a drill."""
 LIMIT_S = 400.0
 RUN = "import sys; from tests.distributed.drill_cases import run; sys.exit(run(sys.argv[1]))"
 CASE = """

@@ -18,6 +18,7 @@ from harness.sentinel.policy.policy import replay_actions
 from tests.analysis.postmortem.causes import INJECTED, blamed
 from tests.distributed.pool import Pool
 from tests.distributed.test_drills import SCENARIOS, broken_bounds, run_drill
+from tests.gpu.nccl import AT_125M
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,16 +38,7 @@ ON_GPU = (
 )
 SIZES = {
     "tiny": (),
-    "125m": (
-        "model.dim=768",
-        "model.num_layers=12",
-        "model.num_heads=12",
-        "model.num_kv_heads=4",
-        "model.ffn_dim=2048",
-        "train.sequence_length=1024",
-        "train.batch_size=8",
-        "optim.lr=6e-4",
-    ),
+    "125m": AT_125M,
 }
 OWN_PRECISION = ("fp16_overflow", "fp8_outlier")
 """Scenarios that choose their precision; the others are trained in bf16."""
