@@ -151,6 +151,7 @@ class Batches:
         self._num_tokens = len(sources[0].corpus.sample(sources[0].samples.start))
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
         self._prefetched: dict[int, Future[_HostBatch]] = {}
+        self._redirected: dict[int, dict[tuple[int, int], int]] = {}
         most = self._sharing(self._sizes.largest).num_slots
         self._only_source = torch.zeros(most, dtype=torch.int64, device=share.device)
         self._last = -1
@@ -224,6 +225,12 @@ class Batches:
     def samples(self, index: int) -> tuple[Ints, Ints]:
         """Source number and sample of its corpus, for each row of the global batch."""
         return self._samples(index, self.mixture)
+
+    def redirect(self, index: int, samples: Mapping[tuple[int, int], int]) -> None:
+        """Read other samples in one batch: `samples` maps a source and its sample to the sample that is read instead.
+        Other batches that contain the sample, in this epoch or another, do not change."""
+        self._redirected[index] = {**self._redirected.get(index, {}), **samples}
+        self._apply_ledger()
 
     def rows(self, index: int) -> Tokens:
         """The global batch, rows x (sequence_length + 1), for inspection."""
@@ -377,7 +384,11 @@ class Batches:
         goes_on = plan.mixture is mixture and index == plan.first + len(plan.samples)
         if plan.mixture is not mixture or not 0 <= index - plan.first < len(plan.samples):
             self._plan = plan = self._plan_from(index, NUM_PLANNED if goes_on else 1, mixture)
-        return plan.sources[index - plan.first], plan.samples[index - plan.first]
+        sources, samples = plan.sources[index - plan.first], plan.samples[index - plan.first]
+        if redirected := self._redirected.get(index):
+            pairs = zip(sources.tolist(), samples.tolist(), strict=True)
+            samples = np.array([redirected.get(pair, pair[1]) for pair in pairs])
+        return sources, samples
 
     def _plan_from(self, first: int, count: int, mixture: Mixture) -> _Plan:
         num_alike = mixture.sizes.num_alike(first)

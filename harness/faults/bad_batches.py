@@ -1,19 +1,18 @@
-"""Injects bad data: the corpus returns other tokens for the samples of some batches.
+"""Injects bad data: some batches read samples with other tokens.
 
 Why: real bad data reaches a run through the same reader as good data, on every rank that reads it, and again whenever
 the batch is read again. The fault is therefore in the corpus, and tokens, facts, fingerprint and inspection agree on
 it.
-How: at the start of the run the batch indices are mapped to their samples, and the corpus is wrapped: it returns other
-tokens for exactly these samples. They are computed in advance and never change, so the read-ahead thread can share
-them. A fault of one rank changes the rows of that rank, but on every rank: rank 0 reads all rows.
-Left out: a mixture that is reweighted later, which moves the samples of a batch; and further epochs, in which the same
-samples are bad in other batches.
+How: at the start of the run the corpus is extended by the bad samples, and the batches of the fault read these instead
+of their own. They are computed in advance and never change, so the read-ahead thread can share them. The same samples
+in another epoch are good: a corpus may be smaller than the run. A fault of one rank changes the rows of that rank, but
+on every rank: rank 0 reads all rows. A mixture that is reweighted later moves the samples of a batch, and with them
+the bad ones disappear, as a bad file does whose source is switched off.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from typing import NamedTuple, final
 
 import numpy as np
@@ -43,6 +42,13 @@ class Row(NamedTuple):
 
     tokens: Tokens
     documents: NDArray[np.int32]
+
+
+class BadSample(NamedTuple):
+    """A replacement and the sample that it replaces."""
+
+    sample: int
+    row: Row
 
 
 @final
@@ -77,15 +83,18 @@ def corrupt_planned_batches(run: RunDir, batches: Batches, world_size: int) -> N
 
 
 def corrupt_batches(batches: Batches, fault: Fault, *, seed: int, world_size: int) -> None:
-    """Wrap the corpora so that the batches of the fault have other tokens from now on."""
-    rows: list[dict[int, Row]] = [{} for _ in batches.sources]
+    """Let the batches of the fault have other tokens from now on."""
+    corpora = [_ExtendedCorpus(source.corpus) for source in batches.sources]
+    redirected: dict[int, dict[tuple[int, int], int]] = {}
     for index in range(fault.at, fault.at + fault.duration):
         for source, sample, row in changed_rows(batches, fault, index, seed=seed, world_size=world_size):
-            rows[source][sample] = row
+            own = corpora[source].own_sample(sample)
+            redirected.setdefault(index, {})[source, own] = corpora[source].add(own, row)
     batches.sources = tuple(
-        source._replace(corpus=_ChangedCorpus(source.corpus, changed))
-        for source, changed in zip(batches.sources, rows, strict=True)
+        source._replace(corpus=corpus) for source, corpus in zip(batches.sources, corpora, strict=True)
     )
+    for index, samples in redirected.items():
+        batches.redirect(index, samples)
 
 
 def changed_rows(
@@ -143,11 +152,23 @@ def _by_frequency(corpus: Corpus) -> NDArray[np.int64]:
 
 
 @final
-class _ChangedCorpus:
-    """A corpus that returns replacements for some samples; its fingerprint is that of the original."""
+class _ExtendedCorpus:
+    """A corpus with bad samples after its own; its size, fingerprint and counts are those of the original."""
 
-    def __init__(self, corpus: Corpus, changed: Mapping[int, Row]) -> None:
-        self._corpus, self._changed = corpus, changed
+    def __init__(self, corpus: Corpus) -> None:
+        self._corpus, self._bad = corpus, list[BadSample]()
+        if isinstance(corpus, _ExtendedCorpus):
+            self._corpus, self._bad = corpus._corpus, [*corpus._bad]
+
+    def add(self, sample: int, row: Row) -> int:
+        """Add the replacement of a sample; returns its number."""
+        self._bad.append(BadSample(sample, row))
+        return self.num_samples + len(self._bad) - 1
+
+    def own_sample(self, index: int) -> int:
+        """The sample of the original corpus that a bad one replaces; a good one itself."""
+        bad = self._bad_sample(index)
+        return index if bad is None else bad.sample
 
     @property
     def num_samples(self) -> int:
@@ -158,23 +179,26 @@ class _ChangedCorpus:
         return self._corpus.vocab_size
 
     def sample(self, index: int) -> Tokens:
-        changed = self._changed.get(index)
-        return self._corpus.sample(index) if changed is None else changed.tokens
+        bad = self._bad_sample(index)
+        return self._corpus.sample(index) if bad is None else bad.row.tokens
 
     def rows(self, indices: NDArray[np.int64]) -> Tokens:
-        if self._changed.keys().isdisjoint(indices.tolist()):
+        if (indices < self.num_samples).all():
             return self._corpus.rows(indices)
         return np.stack([self.sample(index) for index in indices.tolist()])
 
     def documents(self, index: int) -> NDArray[np.int32]:
-        changed = self._changed.get(index)
-        return self._corpus.documents(index) if changed is None else changed.documents
+        bad = self._bad_sample(index)
+        return self._corpus.documents(index) if bad is None else bad.row.documents
 
     def origin(self, index: int) -> SampleOrigin:
-        return self._corpus.origin(index)
+        return self._corpus.origin(self.own_sample(index))
 
     def token_counts(self) -> NDArray[np.int64] | None:
         return self._corpus.token_counts()
 
     def fingerprint(self) -> str:
         return self._corpus.fingerprint()
+
+    def _bad_sample(self, index: int) -> BadSample | None:
+        return None if index < self.num_samples else self._bad[index - self.num_samples]

@@ -13,7 +13,7 @@ from harness.config.errors import ConfigError
 from harness.data.batches import Batches
 from harness.data.order.ledger import Ledger
 from harness.data.sources import open_data
-from harness.faults.bad_batches import NUM_RAREST, TamperedCorpus
+from harness.faults.bad_batches import NUM_RAREST, TamperedCorpus, corrupt_batches
 from harness.faults.fault_plan import Fault, FaultKind
 from harness.faults.site import Site
 from tests.composed import load
@@ -104,8 +104,24 @@ def test_read_ahead_and_random_access_agree(mask: str) -> None:
 
 def test_document_ids_follow_their_tokens() -> None:
     clean, broken = batches_of(), corrupted(Fault(kind=FaultKind.duplicate_batch, at=AT))
-    (_, samples), (_, before) = clean.samples(AT), clean.samples(AT - 1)
+    (_, samples), (_, before) = broken.samples(AT), clean.samples(AT - 1)
     for sample, given in zip(samples.tolist(), before.tolist(), strict=True):
         assert (broken.sources[0].corpus.documents(sample) == clean.sources[0].corpus.documents(given)).all()
-        assert broken.sources[0].corpus.origin(sample) == clean.sources[0].corpus.origin(sample)
+    assert broken.origins(AT) == clean.origins(AT), "a bad row says where the row that it replaces comes from"
     assert broken.fingerprint() == clean.fingerprint(), "the fingerprint does not reveal the fault"
+
+
+def test_samples_are_good_in_every_other_epoch() -> None:
+    small = ("data=synthetic", "data.synthetic.num_samples=50", "data.eval_fraction=0.2")  # five batches an epoch
+    clean, broken = batches_of(*small), corrupted(Fault(kind=FaultKind.scrambled_batch, at=7, duration=2), *small)
+    differ = [index for index in range(30) if (clean.rows(index) != broken.rows(index)).any()]
+    assert differ == [7, 8]
+
+
+def test_two_faults_may_overlap() -> None:
+    batches = corrupted(Fault(kind=FaultKind.scrambled_batch, at=AT, duration=2))
+    scrambled = batches.rows(AT)
+    corrupt_batches(batches, Fault(kind=FaultKind.duplicate_batch, at=AT + 1), seed=0, world_size=2)
+    assert (batches.rows(AT) == scrambled).all()
+    assert (batches.rows(AT + 1) == scrambled).all(), "the later fault wins"
+    assert batches.origins(AT + 1) == batches_of().origins(AT + 1)

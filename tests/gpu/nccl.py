@@ -20,9 +20,11 @@ AT_125M = (
     "model.ffn_dim=2048",
     "train.sequence_length=1024",
     "train.batch_size=8",
-    "optim.lr=6e-4",
+    "optim.lr=3e-4",
+    "optim.warmup_steps=20",
 )
-"""125m parameters in the training of a drill."""
+"""125m parameters in the training of a drill. Batches are small: at 6e-4 the loss of a clean run spikes in the
+warm-up."""
 LIMIT_S = 400.0
 RUN = "import sys; from tests.distributed.drill_cases import run; sys.exit(run(sys.argv[1]))"
 CASE = """
