@@ -82,9 +82,11 @@ def cached_config(overrides: tuple[str, ...]) -> Config:
     return directories.configure(overrides, ())
 
 
-def run_drill(ranks: Pool, runs: Path, name: str, run_overrides: Sequence[str]) -> Card:
-    """The score card of a scenario on two ranks, from the two run directories."""
+def run_drill(ranks: Pool, runs: Path, name: str, run_overrides: Sequence[str], *, factor: float | None = None) -> Card:
+    """The score card of a scenario on two ranks, from the two run directories; `factor`: another size of its fault."""
     drill = scenario.load_scenario(name)
+    if factor is not None:
+        drill = replace(drill, fault=replace(drill.fault, factor=factor))
     # two starts, and the time between them means nothing
     drill = replace(drill, expected=replace(drill.expected, starts=2), bounds=replace(drill.bounds, seconds=None))
     has_own_length = sum(override.startswith("train.num_steps=") for override in drill.train) > 1

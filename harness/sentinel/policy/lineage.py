@@ -32,6 +32,8 @@ class SeenStep(NamedTuple):
     cursor: int
     loss: float | None
     """None if the update was rejected or the loss is not finite."""
+    grad_norm: float | None = None
+    """None like the loss, and in states that were saved without it."""
 
 
 class NormalLoss(NamedTuple):
@@ -48,7 +50,8 @@ class Lineage:
 
     def add(self, record: ReducedRecord) -> None:
         applied = not record.refused and math.isfinite(record.loss)
-        self.seen.append(SeenStep(record.iteration, record.step, record.cursor, record.loss if applied else None))
+        values = (record.loss, record.grad_norm) if applied else (None, None)
+        self.seen.append(SeenStep(record.iteration, record.step, record.cursor, *values))
 
     def restart_at(self, iteration: int, step: int) -> None:
         """The run continues from `step`; the next iteration trains from there."""
@@ -83,6 +86,12 @@ class Lineage:
         before = (seen.loss for seen in reversed(self.seen) if seen.loss is not None and seen.iteration < iteration)
         losses = list(islice(before, num))
         return median(losses) if losses else None
+
+    def grad_level(self) -> float | None:
+        """Median of the last gradient norms of applied updates; None with fewer than `LEAST_LEVEL`."""
+        known = (seen.grad_norm for seen in reversed(self.seen) if seen.grad_norm is not None)
+        norms = list(islice(known, NUM_LEVEL))
+        return median(norms) if len(norms) >= LEAST_LEVEL else None
 
     def level_since(self, iteration: int, num: int) -> float | None:
         """Median of at most `num` last losses since an iteration; None if there is none."""

@@ -34,9 +34,9 @@ from harness.sentinel.policy.responses import (
     Rejections,
     Response,
     has_broken_weights,
+    has_excessive_gradient,
     has_finite_update,
     is_corrupted,
-    is_within_gradient_bound,
 )
 from harness.sentinel.policy.suspect_sources import SuspectSources
 
@@ -245,7 +245,7 @@ class PolicyState:
 
     def _add_rejected(self, incident: OpenIncident, record: ReducedRecord) -> None:
         if has_finite_update(record):
-            is_excessive = not is_within_gradient_bound(record)
+            is_excessive = has_excessive_gradient(record, self.lineage.grad_level())
             incident.add_rejected(
                 cursor=record.cursor, loss=record.loss, grad_norm=record.grad_norm, is_excessive=is_excessive
             )

@@ -59,6 +59,8 @@ FIRST_RUNG = {
 once (`PolicyState`)."""
 BATCH_FINDINGS = CAUSES | {FindingKind.nonfinite, FindingKind.loss_spike, FindingKind.level_shift}
 """Findings that a rejected batch may raise. Its update was not applied, so excluding the batch is enough."""
+EXCESSIVE_GRADIENT = 40.0
+"""Gradient norm over its level: new data stayed below 35 and garbage was above 70 in drills with 125m parameters."""
 LONGEST_OVERFLOW = 64
 """Overflows in a row that dynamic loss scaling may need to find its scale; more have another cause."""
 
@@ -91,9 +93,11 @@ def has_finite_update(record: ReducedRecord) -> bool:
     return math.isfinite(record.loss) and math.isfinite(record.grad_norm)
 
 
-def is_within_gradient_bound(record: ReducedRecord) -> bool:
-    """Whether the gradient norm is within its own bound: bad batches raise it far more than new data does."""
-    return record.grad_norm <= record.bounds.get("grad_norm", math.inf)
+def has_excessive_gradient(record: ReducedRecord, level: float | None) -> bool:
+    """Whether the gradient norm is above its own bound, or far above its level: bad batches raise it much more than new
+    data does. The bound alone is too high early in a run, when the gradients of the first steps widen it."""
+    far_above = math.inf if level is None else EXCESSIVE_GRADIENT * level
+    return record.grad_norm > min(record.bounds.get("grad_norm", math.inf), far_above)
 
 
 def has_broken_weights(record: ReducedRecord) -> bool:

@@ -20,9 +20,9 @@ from harness.sentinel.policy.precision_fallback import PrecisionFallback, fallba
 from harness.sentinel.policy.responses import (
     Rejections,
     has_broken_weights,
+    has_excessive_gradient,
     has_finite_update,
     is_overflow,
-    is_within_gradient_bound,
 )
 from harness.sentinel.policy.restore_scope import excluded_batches, restore_bound
 from harness.sentinel.policy.suspect_sources import SuspectSources
@@ -205,14 +205,33 @@ class TestSymptoms:
         assert has_finite_update(make_record())
         assert not has_finite_update(make_record(loss=math.nan))
         assert not has_finite_update(make_record(grad_norm=math.inf))
-        assert is_within_gradient_bound(make_record(grad_norm=2.0, bounds={"grad_norm": 2.0}))
-        assert not is_within_gradient_bound(make_record(grad_norm=2.01, bounds={"grad_norm": 2.0}))
-        assert is_within_gradient_bound(make_record(grad_norm=1e9))
+        bounded = make_record(grad_norm=2.0, bounds={"grad_norm": 2.0})
+        assert not has_excessive_gradient(bounded, None)
+        assert has_excessive_gradient(make_record(grad_norm=2.01, bounds={"grad_norm": 2.0}), None)
+        assert not has_excessive_gradient(make_record(grad_norm=1e9), None)
+        assert not has_excessive_gradient(bounded, 0.05)
+        assert has_excessive_gradient(bounded, 0.0499), "far above its level, though below a bound that is still wide"
+        assert not has_excessive_gradient(make_record(grad_norm=40.0), 1.0)
         assert not has_broken_weights(make_record())
         assert not has_broken_weights(make_record(param_norm=1.0, group_param_norms={"a": 2.0}))
         assert has_broken_weights(make_record(param_norm=math.nan))
         assert not has_broken_weights(make_record(param_norm=math.nan, changed_ranks=[1])), "another finding names it"
         assert has_broken_weights(make_record(param_norm=1.0, group_param_norms={"a": 2.0, "b": math.inf}))
+
+    def test_the_gradient_level_is_that_of_applied_updates(self) -> None:
+        lineage = Lineage()
+        for place in range(9):
+            lineage.add(replace(record(place), grad_norm=2.0))
+        for place in (9, 10):
+            lineage.add(replace(record(place, refused=True), grad_norm=90.0))
+        assert lineage.grad_level() is None, "too few"
+        lineage.add(replace(record(11), grad_norm=3.0))
+        assert lineage.grad_level() == 2.0
+        for place in range(12, 62):
+            lineage.add(replace(record(place), grad_norm=4.0))
+        assert Lineage.restore(lineage.state()).grad_level() == 4.0
+        old = {"seen": [[1, 1, 0, 3.0]] * 20, "roots": [[0, 0]]}
+        assert Lineage.restore(old).grad_level() is None, "an older state has no gradient norms"
 
     def test_rejections_in_a_row(self) -> None:
         rejections = Rejections()
