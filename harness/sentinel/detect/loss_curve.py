@@ -59,7 +59,8 @@ LAG_ROWS, LARGEST_LAG = 8, 8.0
 HELD_ROWS, HELD_FROM_COUNT = 2, 40
 """Rows of a rise that a sparse baseline does not follow, after this many rows."""
 TRUST, TRUSTED = FIELDS.index("trust"), 0.5
-"""Place of the trust in a state; trust from which the memory of a baseline describes the recent rows; before, the loss falls steeply."""
+"""Place of the trust in a state. Below this value the memory does not describe the recent rows: the loss falls
+steeply."""
 LEAST_QUIET_ROWS = 3
 """Minimum rows that end a spike. If rows are many steps apart, fewer rows make a block or end a spike."""
 SHIFT_SIGMAS, RISE_SIGMAS, FALL_SIGMAS = 2.0, 3.0, 0.5
