@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from harness.core.events import Finding, FindingKind, StepRecord
 from harness.sentinel.detect.baseline import FLOATS, expected_log_value
 from harness.sentinel.detect.detectors import Detectors
-from harness.sentinel.detect.loss_curve import scale_rows
+from harness.sentinel.detect.loss_curve import next_interval, scale_rows
 from tests.sentinel.series import config, kinds, losses, norms, record, records
 
 CFG = config()
@@ -556,7 +556,8 @@ def test_the_lag_of_a_sparse_baseline_is_measured_on_falling_rows_only() -> None
     assert (curves.held, curves.lag, curves.spiking) == (2, lag, False)
     assert curves.loss[-1] == pytest.approx(expected + 2 * spread), "the third row is followed"
     detectors.accept_level()
-    assert (curves.lag, curves.held) == (0.0, 0)
+    assert (curves.lag, curves.held, curves.spiking) == (0.0, 0, False)
+    assert (Detectors(CFG).curves.lag, Detectors(CFG).curves.held) == (0.0, 0)
 
 
 def test_the_lag_of_one_row_is_limited() -> None:
@@ -599,6 +600,12 @@ def test_rows_of_the_baseline_scale_with_the_interval() -> None:
     assert detectors.sparse == scale_rows(CFG, 8)
     few = replace(CFG, level_rows=6)
     assert scale_rows(few, 10).level_rows == 6, "never more rows than configured"
+
+
+def test_the_first_rows_average_the_interval() -> None:
+    assert next_interval(1.0, 10, num_rows=1.0) == 10.0
+    assert next_interval(4.0, 10, num_rows=4.0) == 6.0
+    assert next_interval(4.0, 100, num_rows=17.0) == 4.0 + 12.0 / 16.0
 
 
 def test_the_interval_is_known_after_two_rows_and_ignores_a_gap() -> None:
