@@ -8,7 +8,7 @@ before. The finding is raised 500 steps after the warm-up if the loss is above h
 level is reported after 200 steps. A loss that falls back to that range and stays there is reported too.
 A slow start is no finding: the loss falls, or the learning rate still rises. Nor is a slow run whose learning rate has
 decayed: with a rate that is too low a good part of the fall comes late, with one that is too high nearly all of it
-comes in the first 100 steps. If a log has no learning rates, the end of
+comes in the first 100 steps, or the loss rises at first. If a log has no learning rates, the end of
 its warm-up is unknown, and only a loss at its initial level is reported: masked language models stay at the loss of the
 token frequencies for thousands of steps and learn afterwards. Runs that start at a low loss (fine-tuning), or whose
 first steps were not seen (a log that begins later), are not judged.
@@ -100,8 +100,9 @@ class LearningGuard:
         if recent > UNTOUCHED * initial:
             is_due = waited >= SHORT_WAIT_STEPS
         else:
-            late = sum(self.first_blocks) / NUM_RECENT - recent
-            is_due = has_rates and waited >= WAIT_STEPS and late < LATE_SHARE * (initial - recent)
+            first = sum(self.first_blocks) / NUM_RECENT
+            is_slow = first <= initial and first - recent >= LATE_SHARE * (initial - recent)
+            is_due = has_rates and waited >= WAIT_STEPS and not is_slow
         least = max(LEAST_FALL * recent, LEAST_SHARE * (initial - recent))
         is_stuck = min(self.blocks) > UNLEARNED * initial and before - recent < least
         if is_stuck and is_due and not self.raised:

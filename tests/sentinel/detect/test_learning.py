@@ -83,7 +83,16 @@ def test_a_run_is_judged_if_it_starts_above_five_nats(initial: float) -> None:
         rows_of(at_frequencies)[20:],
         rows_of(lambda step: 3.2 * math.exp(-max(0, step - 400) / 500) + 2.4 * math.exp(-step / 15)),
     ],
-    ids=["healthy", "small lr", "decayed small lr", "decayed small lr, longer warm-up", "long warm-up", "fine-tuning", "begins late", "short plateau"],
+    ids=[
+        "healthy",
+        "small lr",
+        "decayed small lr",
+        "decayed small lr, longer warm-up",
+        "long warm-up",
+        "fine-tuning",
+        "begins late",
+        "short plateau",
+    ],
 )
 def test_slow_starts_and_low_starts_are_not_reported(rows: list[StepRecord]) -> None:
     assert unlearned(rows) == []
@@ -136,3 +145,13 @@ def test_the_first_blocks_begin_after_the_warm_up() -> None:
     assert detectors.learning.first_blocks == []
     unlearned(rows[260:], detectors)
     assert detectors.learning.first_blocks == pytest.approx([4.0, 4.0], rel=0.02)
+
+
+def test_a_loss_that_rose_first_and_fell_back_is_reported() -> None:
+    """As measured at a learning rate of 1: the loss rises to 17 and falls back to that of the token frequencies."""
+
+    def rose(step: int) -> float:
+        return 5.6 if step == 1 else 3.5 + 13.0 * math.exp(-(((step - 100) / 60) ** 2))
+
+    (finding,) = unlearned(rows_of(rose))
+    assert 520 <= finding.step <= 580
