@@ -35,8 +35,8 @@ UNLEARNED, UNTOUCHED = 0.5, 0.95
 LEAST_FALL, LEAST_SHARE = 0.01, 0.1
 """Fall of a learning run within `NUM_BETWEEN` blocks: share of the loss, and of its fall since the first row."""
 LATE_SHARE = 0.25
-"""Share of the whole fall that a slow run brings after its first blocks; chosen on four runs of the small default, which
-brought 0.08 to 0.15 with a learning rate that was too high, and 0.37 to 0.52 with one that was too low."""
+"""Share of the whole fall that a slow run brings after its first blocks. Chosen on four runs of the small default: 0.08
+to 0.15 with a learning rate that was too high, 0.37 to 0.52 with one that was too low."""
 WAIT_STEPS, SHORT_WAIT_STEPS, UNKNOWN_WARMUP_STEPS = 500, 200, 2000
 """Steps after the warm-up, the second for a loss that has not fallen at all; the warm-up of a log without learning
 rates."""
