@@ -13,7 +13,7 @@ its onset to the first such alarm, in steps. An alarm more than ten rows before 
 it, is false unless it is on an outlier. Alarms at most twelve rows apart are one. A row of a log is a step for every
 rule, also where rows are five steps apart.
 
-`--every` prints another table instead: our rule on the same logs, recorded every 1, 5 and 10 steps. A log is thinned
+`--every` prints another table instead: our rule on the same logs, recorded every 1, 2, 5 and 10 steps. A log is thinned
 from each of its first three rows in turn, so every event counts up to three times. Labels are those of the whole log.
 """
 
@@ -208,7 +208,7 @@ def pick_rows(log: TrainingLog, rows: slice) -> TrainingLog:
     return replace(log, steps=log.steps[rows], losses=log.losses[rows], grad_norms=log.grad_norms[rows])
 
 
-INTERVALS, MOST_FIRST = (1, 5, 10), 3
+INTERVALS, MOST_FIRST = (1, 2, 5, 10), 3
 """Steps between rows of thinned logs; rows of a log that a thinned one may begin with."""
 
 
@@ -303,7 +303,7 @@ def main() -> None:
     parser.add_argument(
         "--perturb", action="store_true", help="score our rule on noisier, sparser and shorter tuning logs"
     )
-    parser.add_argument("--every", action="store_true", help="score our rule on logs recorded every 1, 5, 10 steps")
+    parser.add_argument("--every", action="store_true", help="score our rule on logs recorded every 1, 2, 5, 10 steps")
     parser.add_argument("--each", action="store_true", help="also print every log")
     options = parser.parse_args()
     tables = {

@@ -134,6 +134,19 @@ def spikes() -> Iterator[tuple[str, list[str]]]:
         yield f"loss {gap} rows after the gradient", after_warm_up(factors, led)
 
 
+def sparse_starts() -> Iterator[tuple[str, list[str]]]:
+    """Rises in the steep start of logs with several steps a row: of each height, sudden or over several rows."""
+    for every, height, ramp, first in product((5, 8, 10), (1.04, 1.07, 1.1, 1.2), (1, 4), (35, 45, 70)):
+        random = Random(every)
+        rows = []
+        for place in range(110):
+            loss = (3.4 + 8.0 * math.exp(-place * every / 350)) * math.exp(random.gauss(0, 0.009))
+            rise = min(1.0, (place - first + 1) / ramp) * (first <= place < first + 9)
+            rows.append(record(1 + place * every, loss * (1 + (height - 1) * rise)))
+        name = f"loss x{height} from row {first}, over {ramp} rows, {every} steps a row"
+        yield name, observed(Detectors(CFG), rows)
+
+
 def gradient_spikes() -> Iterator[tuple[str, list[str]]]:
     groups = {"embed": 0.5, "blocks.0": 0.5, "blocks.1": 1.0, "head": 0.49}
 
@@ -404,7 +417,10 @@ def _format_action(action: Action) -> str:
     return f"{' '.join(f'{key}={value}' for key, value in shown.items())}: {action.reason}"
 
 
-DETECTORS = (spikes, gradient_spikes, slow_changes, starts, refusals, accepted_levels, odd_losses, guards, step_times)
+DETECTORS = (
+    *(spikes, sparse_starts, gradient_spikes, slow_changes, starts, refusals, accepted_levels, odd_losses),
+    *(guards, step_times),
+)
 GOLDEN: dict[str, Callable[[], Golden]] = {
     **{part.__name__: lambda part=part: dict(part()) for part in DETECTORS},  # type: ignore[misc]
     "baselines": lines_of_baselines,

@@ -91,7 +91,7 @@ class Detectors:
     def _curve_config(self) -> DetectConfig:
         """The config with numbers of rows that fit the steps between rows."""
         interval = round(self.curves.interval)
-        if interval < loss_curve.SPARSE_INTERVAL:
+        if interval <= 1:
             return self.cfg
         if self.sparse is None or interval != self.sparse_interval:
             self.sparse, self.sparse_interval = loss_curve.scale_rows(self.cfg, interval), interval

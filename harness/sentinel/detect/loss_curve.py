@@ -7,8 +7,9 @@ One row counts at most `row_sigmas`, so a spike takes two rows. If rows are seve
 between them, and one extreme row is enough. If gradient norms are logged, they must rise too: new data shifts the loss,
 not the gradients. Slow changes are detected on block means: if the minimum of the last blocks is above the maximum of
 those before, the level shifted; blocks that keep rising, or stay far above and do not fall, are a divergence.
-If rows are many steps apart, the baseline spans fewer of them (`scale_rows`): else its level and memory lag behind the
-steep start of a run, and spikes there stay below them.
+If rows are several steps apart, the memory of the baseline spans fewer of them, and from `SPARSE_INTERVAL` steps on
+its other parts too (`scale_rows`): else they lag behind the steep start of a run, and spikes there stay below them.
+What still lags there is subtracted, and the baseline does not follow the first rows of a rise (`_estimate_lag`).
 Left out: the values of rejected updates; they change nothing here.
 """
 
@@ -23,6 +24,7 @@ from typing import Any, final
 from harness.config.sentinel import DetectConfig
 from harness.core.events import Finding, FindingKind, ReducedRecord
 from harness.sentinel.detect.baseline import (
+    FIELDS,
     FLOATS,
     SMALLEST,
     State,
@@ -49,9 +51,16 @@ NUM_BLOCKS, LEAST_BLOCK_ROWS = 40, 5
 INTERVAL_ROWS = 16.0
 """Rows averaged in the interval."""
 SPARSE_INTERVAL = 8
-"""Steps between rows from which the rows of the baseline are scaled. At 5 steps that found no more events."""
+"""Steps between rows from which all rows of the baseline are scaled. At 5 steps only a shorter memory found more."""
 LEAST_SCALED_ROWS = {"level_rows": 12, "memory_rows": 60, "spread_rows": 40, "warmup_rows": 20}
 """Rows that sparse logs keep at least; chosen on the tuning logs."""
+LAG_ROWS, LARGEST_LAG = 8, 8.0
+"""Rows averaged in the lag of a sparse baseline, and its limit per row in spreads."""
+HELD_ROWS, HELD_FROM_COUNT = 2, 40
+"""Rows of a rise that a sparse baseline does not follow, after this many rows."""
+TRUST, TRUSTED = FIELDS.index("trust"), 0.5
+"""Place of the trust in a state. Below this value the memory does not describe the recent rows: the loss falls
+steeply."""
 LEAST_QUIET_ROWS = 3
 """Minimum rows that end a spike. If rows are many steps apart, fewer rows make a block or end a spike."""
 SHIFT_SIGMAS, RISE_SIGMAS, FALL_SIGMAS = 2.0, 3.0, 0.5
@@ -92,6 +101,10 @@ class CurveWatch:
     """The last slow change: divergence, level_shift or empty."""
     slow_quiet: int = 0
     """Blocks without a slow change since then."""
+    lag: float = 0.0
+    """Mean distance of the recent rows below the expected log loss, in a sparse log; 0 or negative."""
+    held: int = 0
+    """Rows of the current rise that the baseline did not follow."""
 
     def observe(self, record: ReducedRecord, cfg: DetectConfig, warming: float) -> list[Finding]:
         """Return the findings of a row that was applied and is finite."""
@@ -106,9 +119,12 @@ class CurveWatch:
         if len(self.cursors) > 2 * NUM_CURSORS:
             del self.cursors[:-NUM_CURSORS]
         found = [self._watch_gradient(record, cfg, warming)] if record.grad_norm > 0 else []
+        followed = record.loss
         if self.loss[0]:
-            found.append(self._watch_loss(record, cfg, warming, steps))
-        self.loss = advance(self.loss, record.loss, True, cfg, FLOATS)
+            is_steep = self.interval >= SPARSE_INTERVAL and self.loss[TRUST] < TRUSTED
+            found.append(self._watch_loss(record, cfg, warming, steps, lag=self.lag if is_steep else 0.0))
+            followed = self._estimate_lag(record, cfg) if is_steep else record.loss
+        self.loss = advance(self.loss, followed, True, cfg, FLOATS)
         if self._fill_block(record, cfg, steps):
             found.append(self._watch_blocks(record, cfg))
         return [finding for finding in found if finding is not None]
@@ -148,8 +164,23 @@ class CurveWatch:
         self.grad = advance(self.grad, record.grad_norm, True, cfg, FLOATS)
         return finding
 
-    def _watch_loss(self, record: ReducedRecord, cfg: DetectConfig, warming: float, steps: int) -> Finding | None:
+    def _estimate_lag(self, record: ReducedRecord, cfg: DetectConfig) -> float:
+        """Measure how far the loss falls ahead of the baseline; returns the value that the baseline follows."""
         level, spread = expected_log_value(self.loss, cfg, FLOATS)
+        if self.sum == 0.0:
+            below = min(math.log(max(record.loss, SMALLEST)) - level, 0.0)
+            self.lag += (max(below, -LARGEST_LAG * spread) - self.lag) / LAG_ROWS
+            self.held = 0
+        elif not self.spiking and self.held < HELD_ROWS and self.loss[0] >= HELD_FROM_COUNT:
+            self.held += 1
+            return min(record.loss, math.exp(level))
+        return record.loss
+
+    def _watch_loss(
+        self, record: ReducedRecord, cfg: DetectConfig, warming: float, steps: int, *, lag: float
+    ) -> Finding | None:
+        level, spread = expected_log_value(self.loss, cfg, FLOATS)
+        level += lag
         wide = tolerance(self.loss, cfg, FLOATS, warming=warming)
         rise = (math.log(record.loss) if record.loss > SMALLEST else math.log(SMALLEST)) - level
         distance = rise / (spread * wide)
@@ -183,7 +214,7 @@ class CurveWatch:
             self.block = [record.iteration, wanted, 0, 0.0]
         block = self.block
         block[2] += 1
-        block[3] += self.loss[-1]
+        block[3] += math.log(record.loss) if record.loss > SMALLEST else math.log(SMALLEST)
         if block[2] < block[1]:
             return False
         self.blocks = [*self.blocks[1 - NUM_BLOCKS :], [block[0], block[3] / block[2], self.grad[1]]]
@@ -251,20 +282,19 @@ class CurveWatch:
         self._forget()
 
     def _forget(self) -> None:
-        self.sum, self.spiking, self.quiet = 0.0, False, 0
+        self.sum, self.spiking, self.quiet, self.lag, self.held = 0.0, False, 0, 0.0, 0
         self.blocks, self.block, self.slow, self.slow_quiet = [], [], "", 0
 
 
 def scale_rows(cfg: DetectConfig, interval: int) -> DetectConfig:
-    """The config for rows that are `interval` steps apart. The memory and the first rows span as many steps as before.
-    Averages over fewer rows are noisier, so level and spread span more steps than before, by the root of the
-    interval."""
-    rows = {
-        "level_rows": cfg.level_rows / math.sqrt(interval),
-        "memory_rows": cfg.memory_rows / interval,
-        "spread_rows": cfg.spread_rows / math.sqrt(interval),
-        "warmup_rows": cfg.warmup_rows / interval,
-    }
+    """The config for rows that are `interval` steps apart. The memory and, from `SPARSE_INTERVAL` on, the first rows
+    span as many steps as before. Averages over fewer rows are noisier, so level and spread then span more steps than
+    before, by the root of the interval."""
+    rows = {"memory_rows": cfg.memory_rows / interval}
+    if interval >= SPARSE_INTERVAL:
+        rows["level_rows"] = cfg.level_rows / math.sqrt(interval)
+        rows["spread_rows"] = cfg.spread_rows / math.sqrt(interval)
+        rows["warmup_rows"] = cfg.warmup_rows / interval
     least = {name: min(getattr(cfg, name), LEAST_SCALED_ROWS[name]) for name in rows}
     return replace(cfg, **{name: max(least[name], round(num)) for name, num in rows.items()})
 

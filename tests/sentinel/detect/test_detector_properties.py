@@ -15,11 +15,12 @@ from tests.sentinel.series import config, kinds, losses, norms, records
 
 CFG = config()
 
+intervals = st.sampled_from([1, 5, 10])
 factors = st.sampled_from([1e-3, 0.1, 0.5, 3.0, 40.0, 1e4])
 
 
-def disturbed(seed: int, *, num: int = 420) -> list[StepRecord]:
-    """A run with spikes, bursts, level shifts and rejected rows at random places."""
+def disturbed(seed: int, *, num: int = 420, every: int = 1) -> list[StepRecord]:
+    """A run with spikes, bursts, level shifts and rejected rows at random places; rows are `every` steps apart."""
     random = Random(seed)
     values, grad_norms = losses(num, seed=seed), norms(num, seed=seed + 1)
     for _ in range(random.randrange(1, 4)):
@@ -27,7 +28,7 @@ def disturbed(seed: int, *, num: int = 420) -> list[StepRecord]:
         height, burst = random.choice((1.05, 1.2, 1.6, 2.5)), random.choice((1.0, 1.5, 15.0))
         for place in range(first, min(first + length, num)):
             values[place], grad_norms[place] = height * values[place], burst * grad_norms[place]
-    rows = records(values, grad_norms)
+    rows = records(values, grad_norms, every=every)
     for row in rows:
         row.refused = random.random() < 0.02
     return rows
@@ -43,9 +44,11 @@ def places(found: list[Finding]) -> list[tuple[str, int, int, list[int]]]:
 
 
 @settings(max_examples=10)
-@given(seed=st.integers(0, 10**6), loss_factor=factors, norm_factor=factors)
-def test_the_units_of_loss_and_gradient_do_not_matter(seed: int, loss_factor: float, norm_factor: float) -> None:
-    rows, scaled = disturbed(seed), disturbed(seed)
+@given(seed=st.integers(0, 10**6), loss_factor=factors, norm_factor=factors, every=intervals)
+def test_the_units_of_loss_and_gradient_do_not_matter(
+    seed: int, loss_factor: float, norm_factor: float, every: int
+) -> None:
+    rows, scaled = disturbed(seed, every=every), disturbed(seed, every=every)
     for row in scaled:
         row.loss, row.grad_norm = loss_factor * row.loss, norm_factor * row.grad_norm
     found, again = watch(rows), watch(scaled)
@@ -57,15 +60,17 @@ def test_the_units_of_loss_and_gradient_do_not_matter(seed: int, loss_factor: fl
 
 
 @settings(max_examples=10)
-@given(seed=st.integers(0, 10**6), iterations=st.integers(0, 10**6), batches=st.integers(0, 10**6))
-def test_where_iterations_and_batches_begin_does_not_matter(seed: int, iterations: int, batches: int) -> None:
+@given(seed=st.integers(0, 10**6), iterations=st.integers(0, 10**6), batches=st.integers(0, 10**6), every=intervals)
+def test_where_iterations_and_batches_begin_does_not_matter(
+    seed: int, iterations: int, batches: int, every: int
+) -> None:
     """As after rewinds, which iterations and batches count on from; the step is not moved, since a run starts steep."""
-    moved = disturbed(seed)
+    moved = disturbed(seed, every=every)
     for row in moved:
         row.iteration, row.cursor = row.iteration + iterations, row.cursor + batches
     expected = [
         (kind, step, onset + iterations, [cursor + batches for cursor in cursors])
-        for kind, step, onset, cursors in places(watch(disturbed(seed)))
+        for kind, step, onset, cursors in places(watch(disturbed(seed, every=every)))
     ]
     assert places(watch(moved)) == expected
 

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.core.events import Finding, FindingKind, StepRecord
+from harness.sentinel.detect.baseline import FLOATS, expected_log_value
 from harness.sentinel.detect.detectors import Detectors
-from harness.sentinel.detect.loss_curve import scale_rows
+from harness.sentinel.detect.loss_curve import next_interval, scale_rows
 from tests.sentinel.series import config, kinds, losses, norms, record, records
 
 CFG = config()
@@ -513,20 +514,98 @@ def test_a_spike_of_the_steep_start_is_found_in_a_sparse_log() -> None:
     assert 600 <= finding.step <= 611
 
 
+def steep_rows(seed: int, *, every: int, height: float = 0.0) -> list[StepRecord]:
+    """A loss that falls steeply until step 1,000 or so, with a rise of ten rows from row 62 on."""
+    random = Random(seed)
+    rows = [
+        record(step, (3.4 + 8.0 * math.exp(-step / 350)) * math.exp(random.gauss(0, 0.009)))
+        for step in range(1, 150 * every, every)
+    ]
+    for place, row in enumerate(rows):
+        if 62 <= place < 72:
+            row.loss *= 1.0 + height * min(1.0, (place - 61) / 3) * math.exp(-max(0, place - 64) / 5)
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_slow_spike_of_the_steep_start_is_found_in_a_sparse_log(seed: int) -> None:
+    """The baseline lags behind the falling loss there, and follows the rise, unless both are prevented."""
+    assert watch(steep_rows(seed, every=10)) == []
+    (finding,) = watch(steep_rows(seed, every=10, height=0.1))
+    assert finding.kind is FindingKind.loss_spike
+    assert 621 <= finding.step <= 671
+
+
+def test_the_lag_of_a_sparse_baseline_is_measured_on_falling_rows_only() -> None:
+    detectors = Detectors(CFG)
+    watch(steep_rows(0, every=10)[:60], detectors)
+    curves = detectors.curves
+    lag, level = curves.lag, curves.loss[1]
+    assert -0.05 < lag < -0.005
+    expected, spread = expected_log_value(curves.loss, scale_rows(CFG, 10), FLOATS)
+    high = math.exp(expected + 3 * spread)
+    watch([record(601, high)], detectors)
+    assert curves.sum > 0
+    assert (curves.lag, curves.held) == (lag, 1), "a row of a rise does not change the lag"
+    assert curves.loss[1] < level, "the baseline continues to fall"
+    falling = curves.loss[1]
+    watch([record(611, math.exp(expected + 2 * spread))], detectors)
+    assert curves.held == 2
+    assert curves.loss[1] < falling
+    watch([record(621, math.exp(expected + 2 * spread))], detectors)
+    assert (curves.held, curves.lag, curves.spiking) == (2, lag, False)
+    assert curves.loss[-1] == pytest.approx(expected + 2 * spread), "the third row is followed"
+    detectors.accept_level()
+    assert (curves.lag, curves.held, curves.spiking) == (0.0, 0, False)
+    assert (Detectors(CFG).curves.lag, Detectors(CFG).curves.held) == (0.0, 0)
+
+
+def test_the_lag_of_one_row_is_limited() -> None:
+    detectors = Detectors(CFG)
+    watch(steep_rows(0, every=10)[:60], detectors)
+    curves = detectors.curves
+    lag = curves.lag
+    _, spread = expected_log_value(curves.loss, scale_rows(CFG, 10), FLOATS)
+    watch([record(601, 0.1)], detectors)
+    assert curves.lag == pytest.approx(lag + (-8.0 * spread - lag) / 8)
+
+
+def test_only_the_steep_start_of_a_log_with_many_steps_a_row_has_a_lag() -> None:
+    for every, is_corrected in ((7, False), (8, True)):
+        detectors = Detectors(CFG)
+        watch(steep_rows(0, every=every)[:60], detectors)
+        assert (detectors.curves.lag < 0.0) is is_corrected
+    detectors = Detectors(CFG)
+    rows = [record(step, loss) for step, loss in zip(range(1, 9001, 10), losses(900, seed=3)[:900], strict=True)]
+    watch(rows[:400], detectors)
+    lag = detectors.curves.lag
+    watch(rows[400:], detectors)
+    assert detectors.curves.lag == lag, "the memory is trusted"
+
+
 def test_rows_of_the_baseline_scale_with_the_interval() -> None:
     scaled = {every: scale_rows(CFG, every) for every in (2, 5, 10)}
     assert [scaled[every].memory_rows for every in (2, 5, 10)] == [150, 60, 60]
-    assert [scaled[every].level_rows for every in (2, 5, 10)] == [17, 12, 12]
-    assert [scaled[every].spread_rows for every in (2, 5, 10)] == [71, 45, 40]
-    assert [scaled[every].warmup_rows for every in (2, 5, 10)] == [25, 20, 20]
+    for every in (2, 5, 7):
+        assert scale_rows(CFG, every) == replace(CFG, memory_rows=max(60, round(300 / every))), "only the memory"
+    assert (scaled[10].level_rows, scaled[10].spread_rows, scaled[10].warmup_rows) == (12, 40, 20)
+    assert (scale_rows(CFG, 8).level_rows, scale_rows(CFG, 8).memory_rows) == (12, 60)
     detectors = Detectors(CFG)
-    watch([record(step, 3.0) for step in range(1, 400, 7)], detectors)
-    after_seven = detectors.sparse
-    assert after_seven is None, "seven steps are not sparse"
+    watch([record(step, 3.0) for step in range(1, 100)], detectors)
+    after_dense = detectors.sparse
+    assert after_dense is None
+    watch([record(step, 3.0) for step in range(100, 400, 2)], detectors)
+    assert detectors.sparse == scale_rows(CFG, 2)
     watch([record(step, 3.0) for step in range(400, 1200, 8)], detectors)
     assert detectors.sparse == scale_rows(CFG, 8)
     few = replace(CFG, level_rows=6)
     assert scale_rows(few, 10).level_rows == 6, "never more rows than configured"
+
+
+def test_the_first_rows_average_the_interval() -> None:
+    assert next_interval(1.0, 10, num_rows=1.0) == 10.0
+    assert next_interval(4.0, 10, num_rows=4.0) == 6.0
+    assert next_interval(4.0, 100, num_rows=17.0) == 4.0 + 12.0 / 16.0
 
 
 def test_the_interval_is_known_after_two_rows_and_ignores_a_gap() -> None:

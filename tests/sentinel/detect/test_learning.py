@@ -41,6 +41,11 @@ def untouched(step: int) -> float:
     return 5.6 + 0.1 * math.exp(-step / 5)
 
 
+def slow_and_decayed(step: int) -> float:
+    """As measured at a learning rate of 3e-5 that a short schedule lowers: half of the fall comes late, then little."""
+    return 3.4 + 1.5 * math.exp(-step / 180) + 0.6 * math.exp(-step / 15)
+
+
 def healthy(step: int) -> float:
     return 1.2 + 4.4 * math.exp(-step / 60)
 
@@ -71,12 +76,23 @@ def test_a_run_is_judged_if_it_starts_above_five_nats(initial: float) -> None:
     [
         rows_of(healthy),
         rows_of(lambda step: 5.6 - step / 600, lr=1e-5),
+        rows_of(slow_and_decayed, lr=3e-5),
+        rows_of(slow_and_decayed, lr=3e-5, warmup=40),
         rows_of(at_frequencies, warmup=1400),
         rows_of(lambda _step: 2.1),
         rows_of(at_frequencies)[20:],
         rows_of(lambda step: 3.2 * math.exp(-max(0, step - 400) / 500) + 2.4 * math.exp(-step / 15)),
     ],
-    ids=["healthy", "small lr", "long warm-up", "fine-tuning", "begins late", "short plateau"],
+    ids=[
+        "healthy",
+        "small lr",
+        "decayed small lr",
+        "decayed small lr, longer warm-up",
+        "long warm-up",
+        "fine-tuning",
+        "begins late",
+        "short plateau",
+    ],
 )
 def test_slow_starts_and_low_starts_are_not_reported(rows: list[StepRecord]) -> None:
     assert unlearned(rows) == []
@@ -106,3 +122,36 @@ def test_the_state_survives_a_restart() -> None:
     assert unlearned(rows[:333], detectors) == []
     restored = Detectors.restore(CFG, detectors.state())
     assert unlearned(rows[333:], restored) == unlearned(rows)
+
+
+def test_a_fall_that_came_late_is_learning() -> None:
+    """A quarter of the whole fall, measured from the first two blocks after the warm-up."""
+
+    def levels(late: float) -> Curve:
+        return lambda step: 6.0 if step == 1 else 4.0 + late if step <= 150 else 4.0
+
+    def falls(late: float) -> int:
+        rows = [record(step, levels(late)(step), lr=0.3 * min(1.0, step / 20)) for step in range(1, 901)]
+        return len(unlearned(rows))
+
+    assert falls(0.49) == 1
+    assert falls(0.51) == 0
+
+
+def test_the_first_blocks_begin_after_the_warm_up() -> None:
+    detectors = Detectors(CFG)
+    rows = rows_of(lambda step: 6.0 if step <= 300 else 4.0, num=600, warmup=260)
+    unlearned(rows[:260], detectors)
+    assert detectors.learning.first_blocks == []
+    unlearned(rows[260:], detectors)
+    assert detectors.learning.first_blocks == pytest.approx([4.0, 4.0], rel=0.02)
+
+
+def test_a_loss_that_rose_first_and_fell_back_is_reported() -> None:
+    """As measured at a learning rate of 1: the loss rises to 17 and falls back to that of the token frequencies."""
+
+    def rose(step: int) -> float:
+        return 5.6 if step == 1 else 3.5 + 13.0 * math.exp(-(((step - 100) / 60) ** 2))
+
+    (finding,) = unlearned(rows_of(rose))
+    assert 520 <= finding.step <= 580
