@@ -39,6 +39,7 @@ from harness.model.init import initialize
 from harness.model.mup import parameter_table, role_of
 from harness.model.size import flops_per_token, needs_resharding, num_parameters
 from harness.model.transformer import Transformer, sampled_layers
+from harness.optim.qk_clip import QkClip
 from harness.optim.update import Group, Update, build_update
 from harness.planned_changes import PlannedChanges
 from harness.precision.fp8.engine import require_engine
@@ -62,6 +63,7 @@ class Parts:
     world: World
     model: Transformer
     update: Update
+    qk_clip: QkClip
     loss_scale: LossScale
     fp8_layers: Fp8Layers
     comm_stats: CommStats
@@ -160,6 +162,15 @@ def build(cfg: Config, world: World, run: RunDir, *, shares_snapshots: bool = Fa
         world=world,
         model=model,
         update=update,
+        qk_clip=QkClip(
+            parameters,
+            cfg=cfg.model,
+            threshold=cfg.optim.qk_clip,
+            digest=update.digest,
+            device=world.device,
+            comm_stats=comm_stats,
+            measure_always=cfg.parallel.compile,
+        ),
         loss_scale=loss_scale,
         fp8_layers=fp8_layers,
         comm_stats=comm_stats,
