@@ -9,8 +9,8 @@ Every action ends in an `Outcome` with its cost. An action that fails has an out
 write error on rank 0 is an outcome on all ranks: nothing counts before it is on disk. A restore that fails after it
 began to overwrite the weights leaves them inconsistent, and the run halts.
 
-Left out: a change of precision, and clipping of logits. The loop asks the policy for it in every iteration, so it is also right after a restart
-and after a restore. Here the outcome only says whether the run can change it.
+Left out: a change of precision, and clipping of logits. The loop asks the policy for them in every iteration, so they
+are also right after a restart and after a restore. Here the outcome only says whether the run can change it.
 """
 
 from __future__ import annotations

@@ -8,9 +8,10 @@
 
 How: a line through the logarithms of the last probes of each layer group, by the median of the slopes between all pairs
 (Theil-Sen), so a single odd probe does not matter. Where the line meets the bound within `HORIZON_STEPS`, a finding
-names signal, group and the number of steps. It is raised only if nearly all pairs of probes rise, the line rose by
-`LEAST_RISE` over the window, and the signal has come a part of the way to its bound (`nearness`), because an early
-exponential rise forecasts anything. It is raised again only after the signal fell, or stopped to rise for a whole window.
+names signal, group and the number of steps. It is raised only if nearly all pairs of probes rise, if the line rose by
+`LEAST_RISE` and by `RISE_SIGMAS` times the noise of the probes before, if it ends above all of these, and if the signal
+has come a part of the way to its bound (`nearness`), because an early exponential rise forecasts anything. It is raised
+again only after the signal fell to half of where it was raised.
 The level of the update ratio is the median of the probes before the window. It falls in a healthy run, and rises with
 the learning rate: nothing is forecast before the warm-up has ended or after an expected change of the learning rate.
 Left out: the gradient over the root of Adam's second moment, which `v_stale` judges: it is noisy, and a lasting growth
@@ -22,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, pairwise
 from statistics import median
 from typing import NamedTuple, final
 
@@ -33,17 +34,25 @@ from harness.sentinel.detect.guards import SETTLED_STEPS, make_finding
 WINDOW = 6
 """Probes that the line goes through."""
 LEVEL_PROBES = 24
-"""Probes before the window whose median is the level."""
-LEAST_LEVEL_PROBES = 5
-HORIZON_STEPS = 250
+"""Probes before the window; their median is the level, and their differences are the noise."""
+LEAST_LEVEL_PROBES = 6
+HORIZON_STEPS = 150
 """Forecasts that lie further ahead are not raised."""
 LEAST_RISE = 1.3
 """Least factor between both ends of the line over the window."""
-RISING_PAIRS = 0.85
+RISE_SIGMAS = 6.0
+"""Least rise of the logarithm over the window, in robust standard deviations of the noise."""
+RISING_PAIRS = 0.9
 """Least share of the pairs of probes whose later one is higher."""
+FALLEN = 0.5
+"""Share of the value at which a finding was raised, below which the signal counts as fallen."""
 UPDATE_FACTOR = 4.0
-LEAST_INTERVAL = 5
+MAD_TO_SIGMA = 1.4826
+"""Standard deviation over median absolute deviation of a normal distribution."""
+LEAST_INTERVAL = 10
 """Steps between two probes of a series, at least: more frequent ones would shorten the window."""
+FLOOR = 0.01
+"""Values below this share of an absolute bound count as this: their noise means nothing."""
 
 
 class _Limit(NamedTuple):
@@ -66,8 +75,8 @@ class Forecast(NamedTuple):
 class PrecursorGuard:
     series: dict[str, dict[str, list[tuple[int, float]]]] = field(default_factory=dict)
     """Signal -> layer group -> step and value of the last probes, oldest first."""
-    raised: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Signal -> layer group with a finding -> last step at which it still rose."""
+    raised: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Signal -> layer group with a finding -> value at which it was raised."""
     rate: float = 0.0
     """Learning rate of the last probe."""
     is_warm: bool = False
@@ -103,45 +112,53 @@ class PrecursorGuard:
         probes = [probe for probe in self.series.get(signal, {}).get(group, []) if probe[0] < step]
         if probes and step - probes[-1][0] < LEAST_INTERVAL:
             return None
+        value = value if bound is None else max(value, FLOOR * bound)
         if value > 0:
             probes.append((step, value))
         probes = probes[-WINDOW - LEVEL_PROBES :]
         self.series.setdefault(signal, {})[group] = probes
         raised = self.raised.setdefault(signal, {})
-        if step < SETTLED_STEPS or len(probes) < WINDOW:
+        before, window = probes[:-WINDOW], probes[-WINDOW:]
+        if step < SETTLED_STEPS or len(before) < LEAST_LEVEL_PROBES:
             return None
-        window = probes[-WINDOW:]
-        limit = _find_limit(probes[:-WINDOW], bound)
-        forecast = None if limit is None else make_forecast(window, limit.bound)
-        is_due = forecast is not None and limit is not None and forecast.value >= limit.nearness
-        if is_due and forecast is not None and limit is not None:
-            is_new = group not in raised
-            raised[group] = step
-            return (forecast, limit.bound) if is_new else None
-        if group in raised and raised[group] < window[0][0]:
-            del raised[group]
-        return None
+        limit = _find_limit(before, bound)
+        forecast = make_forecast(window, limit.bound, least_rise=RISE_SIGMAS * measure_noise(before))
+        if group in raised:
+            if max(value for _, value in window) < FALLEN * raised[group]:
+                del raised[group]
+            return None
+        if forecast is None or forecast.value < max(limit.nearness, *(value for _, value in before)):
+            return None
+        raised[group] = forecast.value
+        return forecast, limit.bound
 
 
-def _find_limit(before: list[tuple[int, float]], bound: float | None) -> _Limit | None:
-    """The bound of a signal, and the value from which it is near; None: the level is not known yet."""
+def _find_limit(before: list[tuple[int, float]], bound: float | None) -> _Limit:
+    """The bound of a signal, by default a multiple of its level, and the value from which it is near."""
     if bound is not None:
         return _Limit(bound, bound / 4)
-    if len(before) < LEAST_LEVEL_PROBES:
-        return None
     level = median(value for _, value in before)
     return _Limit(UPDATE_FACTOR * level, UPDATE_FACTOR * level / 2)
 
 
-def make_forecast(probes: list[tuple[int, float]], bound: float) -> Forecast | None:
-    """When a line through the logarithms of the probes (step, value) meets the bound; None: it does not rise clearly, or
-    too slowly for the horizon."""
+def measure_noise(probes: list[tuple[int, float]]) -> float:
+    """Robust standard deviation of the logarithms of the values around their trend, from differences between
+    neighbours."""
+    logs = [math.log(value) for _, value in probes]
+    changes = [later - earlier for earlier, later in pairwise(logs)]
+    usual = median(changes)
+    return MAD_TO_SIGMA / math.sqrt(2) * median(abs(change - usual) for change in changes)
+
+
+def make_forecast(probes: list[tuple[int, float]], bound: float, *, least_rise: float = 0.0) -> Forecast | None:
+    """When a line through the logarithms of the probes (step, value) meets the bound; None: it does not rise clearly,
+    by less than `least_rise`, or too slowly for the horizon."""
     points = [(step, math.log(value)) for step, value in probes]
     slopes = [(high - low) / (later - earlier) for (earlier, low), (later, high) in combinations(points, 2)]
     if sum(slope > 0 for slope in slopes) < RISING_PAIRS * len(slopes):
         return None
     slope = median(slopes)
-    if slope * (points[-1][0] - points[0][0]) < math.log(LEAST_RISE):
+    if slope * (points[-1][0] - points[0][0]) < max(math.log(LEAST_RISE), least_rise):
         return None
     last = points[-1][0]
     now = median(value + slope * (last - step) for step, value in points)
