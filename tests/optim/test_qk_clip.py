@@ -61,7 +61,9 @@ def clip_sharded(replicate: int, qk_norm: bool, skip: float) -> dict[str, Any]:
     cfg = load([*SHAPE, f"parallel.replicate={replicate}", "parallel.device=cpu", f"model.qk_norm={qk_norm}"])
     world = connect(cfg.parallel)
     placements: list[Any] = [Replicate(), Shard(0)] if replicate > 1 else [Shard(0)]
-    weights = {name: distribute_tensor(each, world.mesh, placements) for name, each in random_weights(cfg).items()}
+    weights: dict[str, Tensor] = {
+        name: distribute_tensor(each, world.mesh, placements) for name, each in random_weights(cfg).items()
+    }
     clip, digest = make_clip(cfg, weights, world)
     clip.start_step()
     is_seen = torch.arange(LOGITS.numel()).view_as(LOGITS) % world.size == world.rank

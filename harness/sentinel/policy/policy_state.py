@@ -453,5 +453,7 @@ class PolicyState:
 
 def _limit(responses: Iterable[Response], highest: Rung) -> list[Response]:
     """The responses without a held-out check and with at most this rung."""
-    limited = {"check_first": False, "clips_logits": False}
-    return [response._replace(rung=min(response.rung, highest), **limited) for response in responses]
+    return [
+        response._replace(rung=min(response.rung, highest), check_first=False, clips_logits=False)
+        for response in responses
+    ]
