@@ -162,15 +162,7 @@ def build(cfg: Config, world: World, run: RunDir, *, shares_snapshots: bool = Fa
         world=world,
         model=model,
         update=update,
-        qk_clip=QkClip(
-            parameters,
-            cfg=cfg.model,
-            threshold=cfg.optim.qk_clip,
-            digest=update.digest,
-            device=world.device,
-            comm_stats=comm_stats,
-            measure_always=cfg.parallel.compile,
-        ),
+        qk_clip=build_qk_clip(cfg, update, device=world.device, comm_stats=comm_stats),
         loss_scale=loss_scale,
         fp8_layers=fp8_layers,
         comm_stats=comm_stats,
@@ -188,6 +180,19 @@ def build(cfg: Config, world: World, run: RunDir, *, shares_snapshots: bool = Fa
         checkpoints=CheckpointManager(cfg, run.checkpoints, ring=ring, world=world),
         gate=gate,
         sentinel=Sentinel.start(cfg.sentinel),
+    )
+
+
+def build_qk_clip(cfg: Config, update: Update, *, device: torch.device, comm_stats: CommStats) -> QkClip:
+    """Compiled blocks measure attention logits in every step, so that they have one graph."""
+    return QkClip(
+        update.parameters,
+        cfg=cfg.model,
+        threshold=cfg.optim.qk_clip,
+        digest=update.digest,
+        device=device,
+        comm_stats=comm_stats,
+        measure_always=cfg.parallel.compile,
     )
 
 
