@@ -38,7 +38,7 @@ INJECTED = {
     "fp8_outlier": Cause.fp8_range,
     "logit_growth": Cause.structural,
     "slow_logit_growth": Cause.structural,
-    "rising_lr": Cause.lr_too_high,
+    "rising_lr": Cause.lr_discontinuity,
     "slow_gradient_growth": Cause.beta2_stale,
     "fp8_creep": Cause.fp8_range,
 }

@@ -28,7 +28,6 @@ def started(actions: AllowedActions = AllowedActions.all) -> Policy:
 
 def test_growing_logits_are_clipped_to_the_end_of_the_run() -> None:
     policy = started()
-    assert not policy.clips_logits
     action = decide(policy, 100, PrecursorSignal.attention_logit)
     assert action is not None
     assert (action.kind, action.exclude) == (K.qk_clip, [])
