@@ -39,6 +39,7 @@ from harness.model.init import initialize
 from harness.model.mup import parameter_table, role_of
 from harness.model.size import flops_per_token, needs_resharding, num_parameters
 from harness.model.transformer import Transformer, sampled_layers
+from harness.optim.qk_clip import QkClip
 from harness.optim.update import Group, Update, build_update
 from harness.planned_changes import PlannedChanges
 from harness.precision.fp8.engine import require_engine
@@ -62,6 +63,7 @@ class Parts:
     world: World
     model: Transformer
     update: Update
+    qk_clip: QkClip
     loss_scale: LossScale
     fp8_layers: Fp8Layers
     comm_stats: CommStats
@@ -160,6 +162,7 @@ def build(cfg: Config, world: World, run: RunDir, *, shares_snapshots: bool = Fa
         world=world,
         model=model,
         update=update,
+        qk_clip=build_qk_clip(cfg, update, device=world.device, comm_stats=comm_stats),
         loss_scale=loss_scale,
         fp8_layers=fp8_layers,
         comm_stats=comm_stats,
@@ -177,6 +180,19 @@ def build(cfg: Config, world: World, run: RunDir, *, shares_snapshots: bool = Fa
         checkpoints=CheckpointManager(cfg, run.checkpoints, ring=ring, world=world),
         gate=gate,
         sentinel=Sentinel.start(cfg.sentinel),
+    )
+
+
+def build_qk_clip(cfg: Config, update: Update, *, device: torch.device, comm_stats: CommStats) -> QkClip:
+    """Compiled blocks measure attention logits in every step, so that they have one graph."""
+    return QkClip(
+        update.parameters,
+        cfg=cfg.model,
+        threshold=cfg.optim.qk_clip,
+        digest=update.digest,
+        device=device,
+        comm_stats=comm_stats,
+        measure_always=cfg.parallel.compile,
     )
 
 

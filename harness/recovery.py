@@ -9,8 +9,8 @@ Every action ends in an `Outcome` with its cost. An action that fails has an out
 write error on rank 0 is an outcome on all ranks: nothing counts before it is on disk. A restore that fails after it
 began to overwrite the weights leaves them inconsistent, and the run halts.
 
-Left out: a change of precision. The loop asks the policy for it in every iteration, so it is also right after a restart
-and after a restore. Here the outcome only says whether the run can change it.
+Left out: a change of precision, and clipping of logits. The loop asks the policy for them in every iteration, so they
+are also right after a restart and after a restore. Here the outcome only says whether the run can change it.
 """
 
 from __future__ import annotations
@@ -137,8 +137,10 @@ def dispatch(action: Action, parts: Parts, state: RunState, *, root: Path) -> Re
             give_back(action, parts, state)
         case ActionKind.accept:
             accept(action, parts, state)
-        case ActionKind.check | ActionKind.cool | ActionKind.watch | ActionKind.halt | ActionKind.precision:
+        case ActionKind.check | ActionKind.cool | ActionKind.watch | ActionKind.halt:
             pass
+        case ActionKind.precision | ActionKind.qk_clip:
+            pass  # the loop asks the policy in every iteration
     return None
 
 

@@ -34,20 +34,27 @@ def forward_backward(parts: Parts, batch: Batch, *, cfg: Config, probe: bool, re
     seed = parts.loss_scale.value / (cfg.train.batch_size * cfg.train.sequence_length)
     micro_batches = batch.micro_batches(cfg.train.micro_batch_size)
     digests = None if recompute is None else parts.comm_stats.digests
+    measure_logits = probe or parts.qk_clip.measures_always
+    if measure_logits:
+        parts.qk_clip.start_step()
     if digests is not None and recompute is not None:
         rows = fetch_rows(micro_batches[0], recompute)
         if parts.world.replicate > 1:
             set_replica_all_reduce(parts.model, enabled=True)
         with discarding(parts), digests.recording(Computation.again):
-            differentiate(parts, rows, seed=seed, probe=probe, digests=digests)
+            differentiate(parts, rows, seed=seed, probe=probe, digests=digests, measure_logits=measure_logits)
     for number, rows in enumerate(micro_batches, start=1):
         if parts.world.replicate > 1:
             set_replica_all_reduce(parts.model, enabled=number == len(micro_batches))
         if digests is not None and number == 1:
             with digests.recording(Computation.step):
-                output = differentiate(parts, rows, seed=seed, probe=probe, digests=digests)
+                output = differentiate(
+                    parts, rows, seed=seed, probe=probe, digests=digests, measure_logits=measure_logits
+                )
         else:
-            output = differentiate(parts, rows, seed=seed, probe=probe)
+            output = differentiate(parts, rows, seed=seed, probe=probe, measure_logits=measure_logits)
+        if output.attention_logits is not None:
+            parts.qk_clip.add_logits(output.attention_logits)
         parts.signals.add_forward(
             row_losses=output.row_losses,
             row_tokens=output.row_tokens,
@@ -55,18 +62,35 @@ def forward_backward(parts: Parts, batch: Batch, *, cfg: Config, probe: bool, re
             z_loss=output.z_sum,
             layers=output.activation_square_sums,
             token_losses=output.token_loss_counts,
+            entropy=output.entropy,
         )
+    if probe:
+        parts.signals.add_attention_logits(parts.qk_clip.logits)
     if digests is not None and recompute is not None:
         parts.signals.add_corruption(compare_computations(digests, recompute))
 
 
 def differentiate(
-    parts: Parts, rows: Batch, *, seed: torch.Tensor, probe: bool, digests: BitDigests | None = None
+    parts: Parts,
+    rows: Batch,
+    *,
+    seed: torch.Tensor,
+    probe: bool,
+    digests: BitDigests | None = None,
+    measure_logits: bool = False,
 ) -> Output:
     """Forward and backward pass of one micro-batch; `digests` get the bits of its outputs and gradients."""
     with parts.fp8_layers.probing(probe and not rows.is_padding):
         mask = parts.model.mask_documents(rows.documents)
-        output = parts.model(rows.inputs, rows.targets, seed=seed, probe=probe, mask=mask, digests=digests)
+        output = parts.model(
+            rows.inputs,
+            rows.targets,
+            seed=seed,
+            probe=probe,
+            mask=mask,
+            digests=digests,
+            measure_logits=measure_logits,
+        )
         parts.compute_clock.end()
         output.objective.backward()
     if digests is not None:
@@ -95,7 +119,7 @@ def reduce_signals(parts: Parts, *, cfg: Config, probe: bool) -> StepSignals:
         rates = parts.update.rates_by_name
         parts.signals.add_state(moments=parts.update.state(), rates=rates, betas=betas, eps=cfg.optim.eps)
         if parts.update.muon is not None:
-            parts.signals.add_update(parts.update.muon.update_square(parts.update.lr))
+            parts.signals.add_updates(parts.update.muon.update_squares(parts.update.lr))
     if probe and parts.fp8_layers.in_fp8:
         parts.signals.add_fp8(parts.fp8_layers.take_sums())
     reduced = parts.signals.reduce()
@@ -132,6 +156,7 @@ def apply_update(parts: Parts, signals: StepSignals, decision: GateDecision) -> 
     parts.fp8_layers.update_scale_history(decision.skip_mask)
     _, grad_norm, divisor = signals.totals
     lr = parts.update.apply(skip_mask=decision.skip_mask, grad_norm=grad_norm, divisor=divisor)
+    parts.qk_clip.after_update(decision.skip_mask)
     parts.loss_scale.update(overflow=decision.overflow, refused=decision.skip_mask)
     return pack_report(
         signals.reduced,

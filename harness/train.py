@@ -126,9 +126,11 @@ class Branches(NamedTuple):
 
 
 def choose_branches(run: Run, cursor: int, *, planned: bool = False) -> Branches:
-    """Choose the branches of the coming step, and switch fp8 on or off as the policy wants it."""
+    """Choose the branches of the coming step, and switch fp8 and QK-clip on or off as the policy wants it."""
     cfg, parts, state = run.cfg, run.parts, run.state
     parts.fp8_layers.use_fp8(not parts.sentinel.policy.in_fallback)
+    if parts.sentinel.policy.clips_logits:
+        parts.qk_clip.limit_logits(cfg.sentinel.detect.logit_bound)
     return Branches(
         iteration=state.iteration,
         step=state.step,

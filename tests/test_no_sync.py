@@ -36,6 +36,7 @@ LOOP = (
     "train.num_steps=3",
     "sentinel.probe_every=2",
     "sentinel.sdc.every=1",
+    "optim.qk_clip=0.01",
     "checkpoint.ring.slots=2",
     "checkpoint.ring.every_steps=2",
     "eval.every_steps=3",

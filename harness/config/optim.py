@@ -73,6 +73,9 @@ class OptimConfig:
     clip_value: float | None
     """Maximum absolute value of each gradient element; the norm of the result is then clipped to clip_norm. Costs one
     more all-reduce a step. null: no clipping by value."""
+    qk_clip: float | None = None
+    """Largest attention logit of a head: after an update whose logits exceeded it, query and key weights of the head
+    (with QK-norm, the gains of the layer) are scaled down to it. Costs one more all-reduce a step. null: off."""
     schedule: ScheduleKind
     """Shape of the learning rate over the steps after the warm-up."""
     warmup_steps: int
@@ -101,6 +104,8 @@ class OptimConfig:
             )
         valid = self.clip_value is None or self.clip_value > 0
         require(valid, "optim.clip_value", f"must be positive, or null for no clipping by value, got {self.clip_value}")
+        valid = self.qk_clip is None or self.qk_clip > 0
+        require(valid, "optim.qk_clip", f"must be positive, or null for no clipping of logits, got {self.qk_clip}")
         require(self.warmup_steps >= 0, "optim.warmup_steps", f"must be 0 or more, got {self.warmup_steps}")
         require(self.decay_steps >= 0, "optim.decay_steps", f"must be 0 or more, got {self.decay_steps}")
         require(

@@ -63,6 +63,8 @@ class DetectConfig:
     """Share of the values of a layer group that underflow to zero in fp8, from which fp8_range is raised."""
     fp8_saturated: float
     """Share of the tensors with values at twice the range of fp8 or beyond, from which fp8_range is raised."""
+    logit_bound: float = 100.0
+    """Attention logit whose approach raises a precursor; also the threshold of the QK-clip that answers it."""
 
     def __post_init__(self) -> None:
         least: dict[str, float] = {
@@ -86,7 +88,7 @@ class DetectConfig:
         for name, minimum in least.items():
             value = getattr(self, name)
             require(value >= minimum, f"sentinel.detect.{name}", f"must be at least {minimum:g}, got {value}")
-        for name in ("gate_sigmas", "joint_sigmas", "spike_sigmas", "row_sigmas", "lone_sigmas"):
+        for name in ("gate_sigmas", "joint_sigmas", "spike_sigmas", "row_sigmas", "lone_sigmas", "logit_bound"):
             require(getattr(self, name) > 0, f"sentinel.detect.{name}", f"must be positive, got {getattr(self, name)}")
         valid = 0 <= self.spike_forgetting < 1
         require(valid, "sentinel.detect.spike_forgetting", f"must be in 0 .. 1, got {self.spike_forgetting}")

@@ -106,6 +106,14 @@ class ReducedRecord(Event):
     square_ratio: float | None = None
     """Clipped gradient divided by the root of Adam's second moment, in the layer group where that is largest. About 1
     is normal; a value far above 1 means that the moment is stale."""
+    group_update_ratios: dict[str, float] = field(default_factory=dict)
+    """`update_ratio` of each layer group."""
+    group_square_ratios: dict[str, float] = field(default_factory=dict)
+    """`square_ratio` of each layer group; without the groups that Muon updates."""
+    attention_logits: dict[str, float] = field(default_factory=dict)
+    """Largest attention logit of the sampled queries of a rank, mean over the ranks, by block; 0 if it is negative."""
+    output_entropy: float | None = None
+    """Mean entropy of the output distribution at sampled positions, in nats."""
     activation_rms: dict[str, float] = field(default_factory=dict)
     """Root mean square of the residual stream after each sampled layer."""
     source_losses: dict[str, float] = field(default_factory=dict)
@@ -298,6 +306,16 @@ class FindingKind(StrEnum):
     """It differed again: the rank computes wrong numbers."""
     corruption_passed = "corruption_passed"
     """It did not differ again: the error was transient."""
+    precursor = "precursor"
+    """A slow trend that reaches its bound soon; the loss shows nothing yet."""
+
+
+class PrecursorSignal(StrEnum):
+    """The signals whose trend is forecast."""
+
+    attention_logit = "largest attention logit"
+    update_ratio = "update norm over weight norm"
+    fp8_underflow = "share of values that underflow in fp8"
 
 
 ABOUT_SPEED = frozenset({FindingKind.slow, FindingKind.speed_recovered})
@@ -326,6 +344,10 @@ class Finding(Event):
     """Layer groups that caused it; empty: unknown."""
     cursors: list[int] = field(default_factory=list)
     """Batch indices that may have caused it."""
+    signal: str = ""
+    """Precursor: the signal that rises, a `PrecursorSignal`."""
+    forecast_steps: int | None = None
+    """Precursor: steps until the signal reaches its bound."""
 
 
 class ActionKind(StrEnum):
@@ -346,6 +368,8 @@ class ActionKind(StrEnum):
     reweight = "reweight"
     """An operator changes the weights of data sources."""
     precision = "precision"
+    qk_clip = "qk_clip"
+    """Clip the attention logits after every update from now on."""
     halt = "halt"
 
 

@@ -20,6 +20,12 @@ def all_reduce_sum(vector: Tensor) -> Tensor:
     return vector
 
 
+def all_reduce_max(tensor: Tensor) -> Tensor:
+    """Maximum over all ranks, in place."""
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor
+
+
 def all_reduce_min(value: int, group: dist.ProcessGroup | None = None) -> int:
     """Minimum over all ranks of a group, by gloo on the host."""
     box = torch.tensor(value)

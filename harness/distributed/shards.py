@@ -24,6 +24,19 @@ def write_local(parameter: Tensor, full: Tensor) -> None:
         parameter.to_local().copy_(full)
 
 
+def local_rows(tensor: Tensor) -> Tensor:
+    """The numbers of the rows of a tensor, sharded or not, that are in this rank's shard; on the host."""
+    rows = torch.arange(tensor.shape[0], device="cpu")
+    if not isinstance(tensor, DTensor):
+        return rows
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard):
+            assert placement.dim == 0, "FSDP2 shards rows"
+            parts, index = rows.chunk(tensor.device_mesh.size(axis)), tensor.device_mesh.get_local_rank(axis)
+            rows = parts[index] if index < len(parts) else rows[:0]
+    return rows
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

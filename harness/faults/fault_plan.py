@@ -143,6 +143,8 @@ class Fault:
     """Name of a module, such as blocks.1.mlp.up; required by faults of a layer."""
     factor: float = 1.0
     """Strength; its meaning and unit depend on the kind."""
+    growth: float = 1.0
+    """lr_spike, big_grad, fp8_outlier: `factor` is multiplied by this with each further iteration."""
     bit: int = 30
     """Bit of a float32, 0 to 31; 30 is the highest bit of the exponent. Of a 16-bit value, bit - 16, at least 0."""
     is_stuck: bool = False
@@ -159,6 +161,7 @@ class Fault:
         is_share = self.kind is not FaultKind.data_shift or 0 < self.factor <= 1
         message = f"must be a share of the rows, above 0 and at most 1, got {self.factor}"
         require(is_share, "drill.fault.factor", message)
+        require(self.growth > 0, "drill.fault.growth", f"must be positive, got {self.growth}")
         require(0 <= self.bit < 32, "drill.fault.bit", f"must be from 0 to 31, got {self.bit}")
         allowed = self.at_s is None or (self.kind in CLOCK_FAULTS and self.at_s >= 0)
         require(allowed, "drill.fault.at_s", f"must be null, or 0 or more with a fault of {', '.join(CLOCK_FAULTS)}")
@@ -167,6 +170,10 @@ class Fault:
     def strikes_at(self, moment: int) -> bool:
         """Whether it strikes this iteration or batch index."""
         return self.at <= moment < self.at + self.duration
+
+    def strength_at(self, iteration: int) -> float:
+        """`factor` in an iteration that it strikes, with its growth."""
+        return self.factor * self.growth ** (iteration - self.at)
 
     def strikes_after(self, elapsed_s: float, *, lasted_s: float | None) -> bool:
         """Whether a fault planned by the clock strikes this many seconds after the first event of the log.

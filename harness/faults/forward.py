@@ -87,6 +87,7 @@ class Outlier:
 
     def __init__(self, site: Site) -> None:
         self._site = site
+        self._factor = 1.0
         self._linears = [module for module in site.layer.modules() if isinstance(module, nn.Linear)]
         self._hooks: list[RemovableHandle] = []
         require(bool(self._linears), "drill.fault.layer", f"must contain a linear layer, {site.fault.layer} has none")
@@ -95,8 +96,8 @@ class Outlier:
     def before(self, iteration: int) -> None:
         """Add the hooks only while the fault lasts: linear layers with hooks do not share their quantized input."""
         if self._site.strikes(iteration):
-            fault = self._site.fault
-            self._site.log_strike(f"input of {fault.layer}: the first token of every sequence times {fault.factor:g}")
+            self._factor, layer = self._site.fault.strength_at(iteration), self._site.fault.layer
+            self._site.log_strike(f"input of {layer}: the first token of every sequence times {self._factor:g}")
             for module in self._linears:
                 self._hooks += [
                     module.register_forward_pre_hook(self._enlarge),
@@ -109,10 +110,10 @@ class Outlier:
         self._hooks = []
 
     def _enlarge(self, _module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (self._scale_first_token(inputs[0], self._site.fault.factor),)
+        return (self._scale_first_token(inputs[0], self._factor),)
 
     def _reduce(self, _module: Any, _inputs: Any, output: Tensor) -> Tensor:
-        return self._scale_first_token(output, 1 / self._site.fault.factor)
+        return self._scale_first_token(output, 1 / self._factor)
 
     @staticmethod
     def _scale_first_token(hidden: Tensor, factor: float) -> Tensor:

@@ -43,6 +43,7 @@ class CorruptGradient:
     def __init__(self, site: Site) -> None:
         self._site = site
         self._armed = False
+        self._factor = 1.0
         parts = site.run.parts
         if parts.comm_stats.measures_gradients:
             change_gradient(site, self._corrupt)
@@ -53,10 +54,11 @@ class CorruptGradient:
         self._armed = self._site.strikes(iteration)
         if self._armed:
             fault = self._site.fault
+            self._factor = fault.strength_at(iteration)
             change = {
                 FaultKind.nan_grad: "its largest value becomes NaN",
                 FaultKind.inf_grad: "its largest value becomes infinite",
-                FaultKind.big_grad: f"times {fault.factor:g}",
+                FaultKind.big_grad: f"times {self._factor:g}",
             }.get(fault.kind, f"bit {fault.bit} of its largest value is flipped")
             self._site.log_strike(f"gradient of {fault.layer} before the reduction: {change}")
 
@@ -77,7 +79,7 @@ class CorruptGradient:
             case FaultKind.inf_grad:
                 flat.index_fill_(0, place, torch.inf)
             case FaultKind.big_grad:
-                flat.mul_(fault.factor)
+                flat.mul_(self._factor)
             case _:
                 flip(flat, place, fault.bit)
 

@@ -42,7 +42,7 @@ class FlippedWeight:
 
 @final
 class RateSpike:
-    """lr_spike: multiplies the learning rate by `factor` for some iterations."""
+    """lr_spike: multiplies the learning rate by `factor`, which may grow, for some iterations."""
 
     def __init__(self, site: Site) -> None:
         self._site = site
@@ -50,7 +50,7 @@ class RateSpike:
 
     def before(self, iteration: int) -> None:
         if self._site.strikes(iteration):
-            factor, rates = self._site.fault.factor, self._site.run.parts.update.rates
+            factor, rates = self._site.fault.strength_at(iteration), self._site.run.parts.update.rates
             self._site.log_strike(f"learning rate times {factor:g}")
             self._scheduled = rates.clone()
             rates.mul_(factor)

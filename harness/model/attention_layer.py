@@ -12,6 +12,9 @@ runs FlashAttention-2 in bf16 and fp16, and the memory-efficient kernel in fp32 
 `flex_attention` and Transformer Engine compute in bf16 and fp16 only here: fp32 (`precision=fp32`,
 `model.attention=fp32`) always runs `scaled_dot_product_attention`, with a dense mask for documents. So do a CPU, and
 sequences that are not a multiple of `MASK_BLOCK`.
+
+Largest logits: no kernel returns them. For `sample_logits` the scores of few queries of few rows with all earlier keys
+are computed once more; on a GPU inside the compiled block, so that it has the same graph in every step.
 """
 
 from __future__ import annotations
@@ -46,6 +49,8 @@ AttentionMask = Tensor | BlockSparseMask | None
 HALF = (torch.bfloat16, torch.float16)
 MAX_WORKSPACE_BYTES = 8 * 2**30
 """Most memory that Transformer Engine may take beside the activations; `flex_attention` takes none."""
+SAMPLED_ROWS, SAMPLED_QUERIES = 2, 32
+"""Sequences of a micro-batch, and positions of each, whose attention logits are measured, at most."""
 
 
 class Attention(nn.Module):
@@ -67,11 +72,15 @@ class Attention(nn.Module):
         self.query_norm = nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity()
         self.key_norm = nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity()
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: AttentionMask) -> Tensor:
+    def forward(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: AttentionMask, measure_logits: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The output [B, S, D]; with `measure_logits` also the largest sampled logit of each query head [heads]."""
         query, key, value = self._project(hidden, cos, sin)
+        largest = sample_logits(query.detach(), key.detach(), self.scale) if measure_logits else None
         attended = self._attend(query, key, value, mask)
         mixed: Tensor = self.output(attended.to(hidden.dtype).flatten(2))
-        return mixed
+        return mixed if largest is None else (mixed, largest)
 
     def _project(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [B, S, heads, head_dim], with RoPE applied to the first two."""
@@ -120,6 +129,25 @@ class Attention(nn.Module):
             query, key, value, attn_mask=allowed | ~has_key, scale=self.scale, enable_gqa=enable_gqa
         )
         return torch.where(has_key, attended, 0.0)
+
+
+def sample_logits(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    """The largest attention logit of each query head [heads] in fp32, over evenly spread queries of the first rows.
+
+    `query` [B, S, heads, head_dim] and `key` [B, S, key heads, head_dim], with RoPE applied. Masks of documents are not
+    applied: keys of other documents count too.
+    """
+    length, num_heads, head_dim = query.shape[1:]
+    stride = -(-length // SAMPLED_QUERIES)
+    places = torch.arange(stride - 1, length, stride, device=query.device)  # the last of each stretch: many keys
+    query, key = query[:SAMPLED_ROWS, stride - 1 :: stride], key[:SAMPLED_ROWS]
+    num_rows, num_queries, num_keys = len(query), query.shape[1], key.shape[2]
+    grouped = query.view(num_rows, num_queries, num_keys, -1, head_dim).permute(0, 2, 3, 1, 4)
+    scores = grouped.flatten(2, 3) @ key.permute(0, 2, 3, 1)
+    is_earlier = torch.arange(length, device=query.device) <= places[:, None]
+    scores = scores.view(num_rows, num_heads, num_queries, length)
+    largest = torch.where(is_earlier, scores, -torch.inf).amax(dim=(0, 2, 3))
+    return largest.float() * scale
 
 
 def attend_blocks(query: Tensor, key: Tensor, value: Tensor, mask: BlockSparseMask, scale: float) -> Tensor:

@@ -23,6 +23,8 @@ from harness.core.events import TOKEN_LOSS_EDGES
 
 IGNORED = -100
 """The target of a position that is not predicted."""
+ENTROPY_TOKENS = 64
+"""Positions of a micro-batch whose output distribution a probe measures, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,17 @@ def count_losses(losses: Tensor, targets: Tensor) -> Tensor:
     below = torch.stack([((losses < edge) & is_counted).sum() for edge in TOKEN_LOSS_EDGES])
     at_most = torch.cat([below.new_zeros(1), below, is_counted.sum().view(1)])
     return at_most.diff().to(torch.float32)
+
+
+def sample_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, output_multiplier: float) -> Tensor:
+    """Summed entropy in nats of the output distribution at evenly spread positions of `hidden` [T, D] that have a
+    target, and the number of these positions [2]."""
+    stride = -(-len(hidden) // ENTROPY_TOKENS)
+    logits = F.linear(hidden[::stride], weight).float() * output_multiplier
+    log_shares = torch.log_softmax(logits, dim=-1)
+    entropies = -(log_shares.exp() * log_shares).sum(dim=-1)
+    is_counted = targets[::stride] != IGNORED
+    return torch.stack([torch.where(is_counted, entropies, 0.0).sum(), is_counted.sum(dtype=torch.float32)])
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

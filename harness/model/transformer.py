@@ -26,7 +26,7 @@ from harness.config.model import ModelConfig, NormKind, NormPlacement
 from harness.distributed.bit_digests import BitDigests
 from harness.model.attention_layer import Attention, AttentionMask, LinearFactory, mask_documents, needs_causal_blocks
 from harness.model.attention_mask import causal_block_mask
-from harness.model.loss import IGNORED, LossOptions, chunked_cross_entropy, count_losses
+from harness.model.loss import IGNORED, LossOptions, chunked_cross_entropy, count_losses, sample_entropy
 from harness.model.mup import output_multiplier
 from harness.precision.fp8.swiglu import swiglu
 
@@ -52,6 +52,10 @@ class Output(NamedTuple):
     padding and left out."""
     token_loss_counts: Tensor | None
     """Histogram of the token losses over `TOKEN_LOSS_EDGES`, if probed."""
+    attention_logits: Tensor | None = None
+    """Largest sampled attention logit of each layer and head [layers, heads], if measured."""
+    entropy: Tensor | None = None
+    """Summed entropy in nats of the output distribution at sampled positions, and their number [2], if probed."""
 
 
 def sampled_layers(num_layers: int) -> tuple[int, ...]:
@@ -104,19 +108,37 @@ class Block(nn.Module):
         self.mlp = SwiGLU(cfg, linear=linear)
 
     def forward(
-        self, hidden: Tensor, change: Tensor, cos: Tensor, sin: Tensor, mask: AttentionMask = None
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        hidden: Tensor,
+        change: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: AttentionMask = None,
+        measure_logits: bool = False,
+    ) -> tuple[Tensor, ...]:
         """Take and return the residual stream [B, S, D] and a change that is yet to be added to it.
 
         The sum is computed where it is read: by the next norm, in the same kernel. `mask` is combined with the causal
-        mask.
+        mask. With `measure_logits` the largest sampled attention logits [heads] follow.
         """
-        return self.advance(hidden + change, cos, sin, mask)
+        return self.advance(hidden + change, cos, sin, mask, measure_logits)
 
-    def advance(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
+    def advance(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: AttentionMask, measure_logits: bool = False
+    ) -> tuple[Tensor, ...]:
         """The block after the first residual add; the part that is checkpointed (`harness.distributed.fsdp`)."""
-        hidden = hidden + self.attention(self.attention_norm(hidden), cos, sin, mask)
-        return hidden, self.mlp(self.mlp_norm(hidden))
+        attended, *logits = self._attend(self.attention_norm(hidden), cos, sin, mask, measure_logits)
+        hidden = hidden + attended
+        return hidden, self.mlp(self.mlp_norm(hidden)), *logits
+
+    def _attend(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: AttentionMask, measure_logits: bool
+    ) -> tuple[Tensor, ...]:
+        """The output of attention, followed by the largest logits if they are measured."""
+        if not measure_logits:
+            return (self.attention(hidden, cos, sin, mask),)
+        attended, largest = self.attention(hidden, cos, sin, mask, measure_logits=True)
+        return attended, largest
 
 
 class PostNormBlock(Block):
@@ -125,10 +147,13 @@ class PostNormBlock(Block):
     The last sum is normalized inside the block, so the change that is yet to be added is zero.
     """
 
-    def advance(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
-        hidden = self.attention_norm(hidden + self.attention(hidden, cos, sin, mask))
+    def advance(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: AttentionMask, measure_logits: bool = False
+    ) -> tuple[Tensor, ...]:
+        attended, *logits = self._attend(hidden, cos, sin, mask, measure_logits)
+        hidden = self.attention_norm(hidden + attended)
         hidden = self.mlp_norm(hidden + self.mlp(hidden))
-        return hidden, torch.zeros_like(hidden)
+        return hidden, torch.zeros_like(hidden), *logits
 
 
 def build_block(cfg: ModelConfig, *, linear: LinearFactory, deterministic: bool = False) -> Block:
@@ -210,14 +235,18 @@ class Transformer(nn.Module):
         probe: bool = False,
         mask: AttentionMask = None,
         digests: BitDigests | None = None,
+        measure_logits: bool = False,
     ) -> Output:
         """The objective and the sums for `tokens` [B, S] and `targets` [B, S], where -100 is ignored.
 
         `seed` multiplies the summed loss before it is differentiated: loss scale / expected tokens. `mask` is from
-        `mask_documents`, or dense. `digests` get the bits of every block's output and of the losses.
+        `mask_documents`, or dense. `digests` get the bits of every block's output and of the losses. `measure_logits`:
+        also return the largest attention logits.
         """
         probed = (targets != IGNORED).any(dim=1) if probe else None
-        hidden, square_sums = self._hidden(tokens, mask=mask, probed=probed, digests=digests)
+        hidden, square_sums, logits = self._hidden(
+            tokens, mask=mask, probed=probed, digests=digests, measure_logits=measure_logits
+        )
         if not isinstance(seed, Tensor):
             seed = torch.full((), seed, dtype=torch.float32, device=hidden.device)
         sums = chunked_cross_entropy(
@@ -234,34 +263,56 @@ class Transformer(nn.Module):
             z_sum=sums.z_sum,
             activation_square_sums=torch.stack(square_sums) if probe else None,
             token_loss_counts=count_losses(sums.losses, targets.flatten()) if probe else None,
+            attention_logits=torch.stack(logits) if measure_logits else None,
+            entropy=self._sample_entropy(hidden, targets) if probe else None,
+        )
+
+    @torch.no_grad()
+    def _sample_entropy(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return sample_entropy(
+            hidden.flatten(0, 1),
+            self._head_weight(),
+            targets.flatten(),
+            output_multiplier=self.loss_options.output_multiplier,
         )
 
     def logits(self, tokens: Tensor, mask: AttentionMask = None) -> Tensor:
         """All logits [B, S, V] in fp32, for tests and export; the model must not be sharded."""
-        hidden, _ = self._hidden(tokens, mask=mask, probed=None, digests=None)
+        hidden, _, _ = self._hidden(tokens, mask=mask, probed=None, digests=None)
         return F.linear(hidden, self._head_weight()).float() * self.loss_options.output_multiplier
 
     def _hidden(
-        self, tokens: Tensor, *, mask: AttentionMask, probed: Tensor | None, digests: BitDigests | None
-    ) -> tuple[Tensor, list[Tensor]]:
-        """The input of the head, and the square sums of the sampled layers over the `probed` sequences [B]."""
+        self,
+        tokens: Tensor,
+        *,
+        mask: AttentionMask,
+        probed: Tensor | None,
+        digests: BitDigests | None,
+        measure_logits: bool = False,
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """The input of the head, the square sums of the sampled layers over the `probed` sequences [B], and the largest
+        attention logits of each layer."""
         if mask is None and self.deterministic and tokens.is_cuda and needs_causal_blocks(self.cfg, *tokens.shape):
             mask = causal_block_mask(tokens.shape[1], tokens.device)
         hidden: Tensor = self.embedding_norm(self.embedding(tokens))
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         change: Tensor = _DifferentiableZeros.apply(hidden)  # type: ignore[no-untyped-call]
-        square_sums = []
+        square_sums, logits = [], list[Tensor]()
         if digests is not None:
             digests.add_output(0, hidden)
         for index, block in enumerate(self.blocks):
-            hidden, change = block(hidden, change, cos, sin, mask)
+            if measure_logits:
+                hidden, change, largest = block(hidden, change, cos, sin, mask, measure_logits=True)
+                logits.append(largest)
+            else:
+                hidden, change = block(hidden, change, cos, sin, mask)
             if digests is not None:
                 digests.add_output(index + 1, hidden, change)
             if probed is not None and index in self.sampled_layers:
                 stream = hidden.detach() + change.detach()
                 squares = torch.linalg.vector_norm(stream, dim=(1, 2), dtype=torch.float32).square()
                 square_sums.append(torch.where(probed, squares, 0.0).sum())
-        return self.norm(hidden + change), square_sums
+        return self.norm(hidden + change), square_sums, logits
 
     def _head_weight(self) -> Tensor:
         return self.embedding.weight if self.head is None else self.head.weight

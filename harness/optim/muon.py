@@ -100,6 +100,8 @@ class Muon:
             for each, shape in zip(options, shapes, strict=True)
         ]
         owned = [number for batch in self._own_batches for number in batch.owned[self._rank]]
+        names = list(parameters)
+        self._owned_names = [names[number] for number in owned]
         self._factors = torch.tensor(factors, dtype=torch.float32, device=device)
         """Factor on the learning rate of each orthogonalized matrix."""
         self._decays = torch.tensor([each.lr_multiplier * each.weight_decay for each in options], device=device)
@@ -124,13 +126,15 @@ class Muon:
         self._direction_squares.copy_(torch.where(skip_mask != 0, self._direction_squares, squares))
         return apply(shards, directions, skip_mask)
 
-    def update_square(self, lr: Tensor) -> Tensor:
-        """This rank's share of the squared norm of the last update, at this learning rate; weight decay not counted.
-        With replicas the shares of all ranks add up to the norm times their number, as with what every replica holds.
+    def update_squares(self, lr: Tensor) -> dict[str, Tensor]:
+        """Squared norm of the last update of each matrix that this rank owns, at this learning rate, by name; weight
+        decay not counted. With replicas the sum over ranks is that many times too large, as with what every replica
+        holds.
 
         After a restore and before the first update it is that of matrices whose singular values are all 1.
         """
-        return (self._direction_squares * (self._owned_factors * lr).square()).sum() * self._num_replicas
+        squares = self._direction_squares * (self._owned_factors * lr).square() * self._num_replicas
+        return dict(zip(self._owned_names, squares.unbind(), strict=True))
 
     def on_restore(self) -> None:
         """Weights and momenta were initialized, loaded or restored."""

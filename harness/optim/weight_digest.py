@@ -67,6 +67,11 @@ class WeightDigest:
         self.total.copy_(sums.after)
         self.square.copy_(sums.square)
 
+    def on_rescaled(self, before: UpdateSums, after: UpdateSums) -> None:
+        """Some of the weights were scaled on purpose after an update; the sums are over these weights."""
+        self.total.copy_((self.total + after.after - before.after) & DIGEST_MASK)
+        self.square.add_(after.square - before.square)
+
 
 def sum_weights(weights: Sequence[Tensor]) -> UpdateSums:
     """The sums of an update that writes nothing."""

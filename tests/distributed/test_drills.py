@@ -68,6 +68,10 @@ SCENARIOS = (
     "fp16_overflow",
     "fp8_outlier",
     "logit_growth",
+    "slow_logit_growth",
+    "rising_lr",
+    "slow_gradient_growth",
+    "fp8_creep",
 )
 
 

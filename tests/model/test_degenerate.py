@@ -33,7 +33,7 @@ def build(cfg: ModelConfig, dtype: torch.dtype) -> Transformer:
 
 def step(model: Transformer, tokens: Tensor, targets: Tensor, mask: Tensor | None = None) -> Output:
     """Forward and backward; asserts that nothing is NaN or infinite."""
-    output: Output = model(tokens, targets, seed=1 / targets.numel(), probe=True, mask=mask)
+    output: Output = model(tokens, targets, seed=1 / targets.numel(), probe=True, mask=mask, measure_logits=True)
     torch.autograd.backward(output.objective)
     for value in output:
         assert value is not None

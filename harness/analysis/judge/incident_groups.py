@@ -46,6 +46,7 @@ GRAVEST = (
     FindingKind.rank_outlier,
     FindingKind.v_stale,
     FindingKind.weight_drift,
+    FindingKind.precursor,
     FindingKind.lr_jump,
     FindingKind.duplicate_batch,
     FindingKind.slow,

@@ -18,7 +18,7 @@ from harness.analysis.postmortem.incident_numbers import middle as middle
 from harness.analysis.postmortem.recorded_batch import entropy
 from harness.config.errors import ConfigError
 from harness.config.optim import OptimConfig, ScheduleKind
-from harness.core.events import ActionKind, Intervention, StepRecord
+from harness.core.events import ActionKind, Finding, Intervention, PrecursorSignal, StepRecord
 from harness.optim.schedule import schedule_factor
 
 SETTLED_STEPS = 100
@@ -200,8 +200,13 @@ def held_out_check(evidence: Evidence) -> tuple[float, float] | None:
 
 def num_failed_recoveries(evidence: Evidence) -> int:
     """Recovery actions of the incident that were followed by another one."""
-    others = (ActionKind.watch, ActionKind.check, ActionKind.accept, ActionKind.precision)
+    others = (ActionKind.watch, ActionKind.check, ActionKind.accept, ActionKind.precision, ActionKind.qk_clip)
     return max(0, sum(action.kind not in others for action in evidence.actions) - 1)
+
+
+def find_precursor(evidence: Evidence, signal: PrecursorSignal) -> Finding | None:
+    """The first early sign of the incident in this signal."""
+    return next((finding for finding in evidence.findings if finding.signal == signal), None)
 
 
 def scheduled_lr(evidence: Evidence, record: StepRecord) -> float | None:
@@ -209,7 +214,7 @@ def scheduled_lr(evidence: Evidence, record: StepRecord) -> float | None:
     settings = evidence.run.settings
     names = [item.name for item in fields(OptimConfig)]
     try:
-        optim = OptimConfig(**{name: settings[f"optim.{name}"] for name in names})
+        optim = OptimConfig(**{name: settings[f"optim.{name}"] for name in names if f"optim.{name}" in settings})
         optim.schedule = ScheduleKind(optim.schedule)
         num_steps = int(settings["train.num_steps"])
     except (KeyError, TypeError, ValueError, ConfigError):

@@ -66,7 +66,9 @@ def measure_activations(model: nn.Module) -> Iterator[StepMeasurements]:
     sums = StepMeasurements()
 
     def at(point: str) -> Any:
-        return lambda _module, _inputs, output: sums.add_activations(point, output)
+        return lambda _module, _inputs, output: sums.add_activations(
+            point, output[0] if isinstance(output, tuple) else output
+        )
 
     def after_block(point: str) -> Any:
         return lambda _module, _inputs, output: sums.add_activations(point, output[0] + output[1])

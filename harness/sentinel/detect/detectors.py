@@ -29,6 +29,7 @@ from harness.sentinel.detect.guards import (
 )
 from harness.sentinel.detect.learning import LearningGuard
 from harness.sentinel.detect.loss_curve import CurveWatch
+from harness.sentinel.detect.precursor import PrecursorGuard
 from harness.sentinel.detect.second_moment import MomentGuard
 from harness.sentinel.detect.step_time import SpeedGuard
 
@@ -49,6 +50,7 @@ class Detectors:
     ranks: RankGuard = field(default_factory=RankGuard)
     learning: LearningGuard = field(default_factory=LearningGuard)
     corruption: CorruptionGuard = field(default_factory=CorruptionGuard)
+    precursor: PrecursorGuard = field(default_factory=PrecursorGuard)
     sparse: DetectConfig | None = None
     """`cfg` with numbers of rows for `sparse_interval`; derived, not part of the state."""
     sparse_interval: int = 0
@@ -82,6 +84,8 @@ class Detectors:
             found += self.weights.observe(record)
         if record.v_norm is not None or record.square_ratio is not None:
             found += self.moments.observe(record)
+        if record.attention_logits:
+            found += self.precursor.observe(record, self.cfg)
         if record.fingerprint:
             found += self.batches.observe(record)
         if record.median_step_s:
@@ -100,6 +104,7 @@ class Detectors:
     def expect_lr_change(self) -> None:
         """The learning rate is about to change on purpose: raise no lr_jump for the next `EXPECTED_ROWS`."""
         self.rate.expected = EXPECTED_ROWS
+        self.precursor.forget_update_ratios()
 
     def accept_level(self, *, loss: float | None = None, grad_norm: float | None = None) -> None:
         """Set the baseline to these levels, or to the present ones."""
@@ -131,6 +136,7 @@ PARTS: dict[str, Any] = {
     "ranks": RankGuard,
     "learning": LearningGuard,
     "corruption": CorruptionGuard,
+    "precursor": PrecursorGuard,
 }
 
 

@@ -35,12 +35,17 @@ from harness.sentinel.device.local_sums import (
 )
 from harness.sentinel.device.slots import DIGEST_BITS, LIMBS, SLOTS, split_fingerprint
 
-SCALARS = ("loss", "z_loss", "tokens", "stop", "save", "command", "v", "update", "weights")
+SCALARS = (
+    *("loss", "z_loss", "tokens", "stop", "save", "command", "v", "update", "weights"),
+    *("entropy", "entropy_tokens"),
+)
 PARTS = (
     "scalars",
     "group_squares",
     "group_params",
     "group_moments",
+    "group_updates",
+    "attention_logits",
     "layer_squares",
     "source_losses",
     "source_tokens",
@@ -70,11 +75,17 @@ class SignalLayout:
     """Whether the run uses fp8; adds the parts that measure underflow and saturation."""
 
     @property
+    def blocks(self) -> tuple[str, ...]:
+        """The layer groups that are transformer blocks."""
+        return tuple(group for group in self.groups if group.startswith("blocks."))
+
+    @property
     def parts(self) -> dict[str, slice]:
         """Part name -> its slice of the vector."""
         groups, sources, roles = len(self.groups), len(self.sources), len(TensorRole) if self.has_fp8 else 0
         lengths = (
-            *(len(SCALARS), groups, groups, groups, len(self.layers), sources, sources, len(TOKEN_LOSS_EDGES) + 1),
+            *(len(SCALARS), groups, groups, groups, groups, len(self.blocks), len(self.layers)),
+            *(sources, sources, len(TOKEN_LOSS_EDGES) + 1),
             *(roles * groups, roles * groups, roles, roles, roles * len(SCALE_EXPONENTS)),
             len(SLOTS) * self.num_ranks,
         )
@@ -104,9 +115,8 @@ class SignalLayout:
 
     def describe_stage(self, stage: int) -> tuple[str, list[str]]:
         """What a stage of a computation is, and its layer groups (`harness.distributed.bit_digests`)."""
-        blocks = [group for group in self.groups if group.startswith("blocks.")]
-        name, group = stage_names(len(blocks))[stage]
-        others = [own for own in self.groups if own not in blocks]
+        name, group = stage_names(len(self.blocks))[stage]
+        others = [own for own in self.groups if own not in self.blocks]
         return name, [group] if group in self.groups else others
 
 
@@ -158,8 +168,10 @@ class Signals:
         z_loss: Tensor,
         layers: Tensor | None,
         token_losses: Tensor | None = None,
+        entropy: Tensor | None = None,
     ) -> None:
-        """Add one micro-batch whose rows come from `sources`; `layers` and `token_losses` only on a probed step."""
+        """Add one micro-batch whose rows come from `sources`; `layers`, `token_losses` and `entropy` only on a probed
+        step."""
         self._add("loss", row_losses.sum())
         self._add("z_loss", z_loss)
         self._add("tokens", row_tokens.sum())
@@ -170,6 +182,13 @@ class Signals:
             self._part("layer_squares").add_(layers)
         if token_losses is not None:
             self._part("token_losses").add_(token_losses)
+        if entropy is not None:
+            self._add("entropy", entropy[0])
+            self._add("entropy_tokens", entropy[1])
+
+    def add_attention_logits(self, logits: Tensor) -> None:
+        """Add this rank's largest sampled attention logit of each layer, from [layers, heads]; negative ones as 0."""
+        self._part("attention_logits").copy_(logits.amax(dim=1).clamp(min=0))
 
     def add_gradients(self) -> None:
         """Add the squared gradient norm of each layer group, and of this rank before the reduce-scatter.
@@ -197,7 +216,7 @@ class Signals:
 
         `moments`: parameter name -> step, exp_avg, exp_avg_sq. `rates`: parameter name -> lr of the next update.
         Parameters without exp_avg_sq are updated by Muon. Their layer groups have no second moment to compare the
-        gradient with, and `add_update` adds their update.
+        gradient with, and `add_updates` adds their update.
         """
         names = [name for name in self._parameters if "exp_avg_sq" in moments[name]]
         parameters = [self._parameters[name] for name in names]
@@ -213,19 +232,29 @@ class Signals:
         self._part("group_moments").add_(self._by_group(second_sums / second_correction))
         self._add("v", sums.second_squares.sum() / self._world.replicate)
         steps = torch.stack([rates[name] for name in names]) / first_correction
-        self._add("update", (sums.directions * steps.square()).sum() / self._world.replicate)
+        squares = sums.directions * steps.square()
+        self._add("update", squares.sum() / self._world.replicate)
+        if len(names) < len(self._parameters):
+            squares = self._fill(dict(zip(names, squares.unbind(), strict=True)))
+        self._part("group_updates").add_(self._by_group(squares))
 
     def _spread(self, names: list[str], values: Tensor) -> Tensor:
         """One number per parameter, from those of the parameters in `names`; zero in layer groups that have others."""
         missing = {group_of(name) for name in self._parameters.keys() - set(names)}
         by_name = dict(zip(names, values.unbind(), strict=True))
-        zero = values.new_zeros(())
-        kept = (by_name.get(name, zero) if group_of(name) not in missing else zero for name in self._parameters)
-        return torch.stack(list(kept))
+        return self._fill({name: value for name, value in by_name.items() if group_of(name) not in missing})
 
-    def add_update(self, square: Tensor) -> None:
-        """Add this rank's share of the squared norm of an update by another optimizer than Adam."""
-        self._add("update", square / self._world.replicate)
+    def _fill(self, by_name: Mapping[str, Tensor]) -> Tensor:
+        """One number per parameter; zero where none is given."""
+        zero = self.vector.new_zeros(())
+        return torch.stack([by_name.get(name, zero) for name in self._parameters])
+
+    def add_updates(self, squares: Mapping[str, Tensor]) -> None:
+        """Add squared norms of updates by another optimizer than Adam: name of each parameter that this rank updates ->
+        value."""
+        by_parameter = self._fill(squares)
+        self._add("update", by_parameter.sum() / self._world.replicate)
+        self._part("group_updates").add_(self._by_group(by_parameter))
 
     def add_weights(self, *, bits: Tensor, square: Tensor, changed: Tensor) -> None:
         """Add the sums over this rank's weights of their bit patterns (modulo 2**32) and of their squares, and 1 if the

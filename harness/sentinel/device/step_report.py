@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -160,7 +161,14 @@ def _add_probe(
     record.param_norm = _root(sum(params))
     record.v_norm = _root(scalars["v"])
     record.update_ratio = _root(scalars["update"]) / (record.param_norm or math.nan)
-    record.square_ratio = _square_ratio(values[parts["group_squares"]], moments, divisor=divisor)
+    updates = zip(layout.groups, values[parts["group_updates"]], params, strict=True)
+    record.group_update_ratios = {name: _root(square / param) for name, square, param in updates if param > 0}
+    ratios = _square_ratios(layout.groups, values[parts["group_squares"]], moments, divisor=divisor)
+    record.group_square_ratios = ratios
+    record.square_ratio = max(ratios.values(), default=None)
+    logits = zip(layout.blocks, values[parts["attention_logits"]], strict=True)
+    record.attention_logits = {name: total / layout.num_ranks for name, total in logits}
+    record.output_entropy = scalars["entropy"] / scalars["entropy_tokens"] if scalars["entropy_tokens"] else None
     record.activation_rms = {name: _root(square / num_activations) for name, square in layers}
     record.token_loss_counts = [int(count) for count in values[parts["token_losses"]]]
     if record.in_fp8:
@@ -168,11 +176,14 @@ def _add_probe(
         record.fp8, record.fp8_underflow = summarize_fp8_usage(layout.groups, sums)
 
 
-def _square_ratio(squares: list[float], moments: list[float], *, divisor: float) -> float | None:
-    """Gradient norm over the root of Adam's second moment, largest over the layer groups; None before the first update
-    or if the gradient is not finite."""
-    ratios = [_root(square / moment) / divisor for square, moment in zip(squares, moments, strict=True) if moment > 0]
-    return max(ratios) if ratios and math.isfinite(sum(ratios)) else None
+def _square_ratios(
+    groups: Sequence[str], squares: list[float], moments: list[float], *, divisor: float
+) -> dict[str, float]:
+    """Gradient norm over the root of Adam's second moment of each layer group; empty before the first update or if the
+    gradient is not finite."""
+    measured = zip(groups, squares, moments, strict=True)
+    ratios = {name: _root(square / moment) / divisor for name, square, moment in measured if moment > 0}
+    return ratios if math.isfinite(sum(ratios.values())) else {}
 
 
 def _root(square: float) -> float:

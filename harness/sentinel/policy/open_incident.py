@@ -85,7 +85,7 @@ CAUSES = frozenset(
     }
 )
 """Findings that precede a loss spike and are then its known cause."""
-WARNING_SIGNS = CAUSES | {FindingKind.weight_drift}
+WARNING_SIGNS = CAUSES | {FindingKind.weight_drift, FindingKind.precursor}
 """Findings that do no damage by themselves."""
 REJECTION_KINDS = frozenset({"refusal", "refusals"})
 """Kinds of an incident in which updates were rejected and no applied update was suspicious."""
@@ -253,7 +253,7 @@ class OpenIncident:
     def on_action(self, action: Action, *, cfg: PolicyConfig) -> None:
         """Record an action that was chosen for it."""
         match action.kind:
-            case ActionKind.watch:
+            case ActionKind.watch | ActionKind.qk_clip:
                 self.rung = max(self.rung, Rung.watch)
                 self.watched_since = action.iteration
                 self.watched_until = action.iteration + cfg.watch_iterations

@@ -6,6 +6,7 @@ first rung.
 | rung | action | when |
 |---|---|---|
 | A | watch | a spike that may recover by itself; a warning sign; a small lasting rise, as new data causes it |
+|   | qk_clip | attention logits grow towards their bound: scale query and key weights from now on |
 | B | skip | the gate rejected the update: exclude its batch, or, if a rank was wrong, consume it again next |
 |   | check | a loss spike without a known cause, or before a restore: measure the held-out loss |
 |   | accept | the held-out loss is at its expected level: accept the new loss level, give the skipped batches back |
@@ -107,6 +108,11 @@ class Policy:
         return self.policy_state.fallback.is_on
 
     @property
+    def clips_logits(self) -> bool:
+        """Whether attention logits are clipped from now on. A restore does not reset it."""
+        return self.policy_state.clips_logits
+
+    @property
     def doubtful_since(self) -> int | None:
         """Earliest onset of the watched incidents: states from this iteration on are not known to be clean."""
         return min(
@@ -178,6 +184,8 @@ class Policy:
         match response.rung:
             case Rung.halt:
                 return self._halt(incident, response.reason, now)
+            case Rung.watch if response.clips_logits:
+                return self._make_action(ActionKind.qk_clip, incident, response.reason, now)
             case Rung.watch if incident.watched_since is None:
                 check = self._check_held_out(incident, response.reason, now) if response.check_first else None
                 return check or self._make_action(ActionKind.watch, incident, response.reason, now)

@@ -15,7 +15,16 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Self, final
 
 from harness.config.sentinel import AllowedActions, PolicyConfig
-from harness.core.events import Action, ActionKind, Finding, FindingKind, HeldOutMeasured, Outcome, ReducedRecord
+from harness.core.events import (
+    Action,
+    ActionKind,
+    Finding,
+    FindingKind,
+    HeldOutMeasured,
+    Outcome,
+    PrecursorSignal,
+    ReducedRecord,
+)
 from harness.sentinel.policy.budgets import Budgets
 from harness.sentinel.policy.held_out_level import HeldOutLevel, is_at_level
 from harness.sentinel.policy.lineage import Lineage
@@ -41,7 +50,7 @@ from harness.sentinel.policy.responses import (
 from harness.sentinel.policy.suspect_sources import SuspectSources
 
 RESTORES = (ActionKind.rewind, ActionKind.rollback)
-UNBUDGETED = (ActionKind.watch, ActionKind.accept, ActionKind.halt)
+UNBUDGETED = (ActionKind.watch, ActionKind.accept, ActionKind.qk_clip, ActionKind.halt)
 """Actions without a budget."""
 BROKEN_BATCHES = "the held-out loss is at its expected level but the gradients are far too large: the batches are bad"
 
@@ -55,6 +64,7 @@ PLAIN_FIELDS = (
     "lr_scale",
     "cooled_at",
     "cooled_for",
+    "clips_logits",
 )
 """Fields of `PolicyState` that are plain numbers, or None."""
 
@@ -91,6 +101,8 @@ class PolicyState:
     """Net progress at the last change of `lr_scale`."""
     cooled_for: int = 0
     """The incident of the last change of `lr_scale`."""
+    clips_logits: bool = False
+    """Attention logits are clipped to the end of the run (`qk_clip`)."""
     closed: list[ClosedIncident] = field(default_factory=list)
     """Incidents closed by the last record or outcome."""
 
@@ -155,6 +167,8 @@ class PolicyState:
                 self.suspects.remove(action.source)
             case ActionKind.precision:
                 self.fallback.on_action(action)
+            case ActionKind.qk_clip:
+                self.clips_logits = True
         if incident is not None:
             incident.on_action(action, cfg=self.cfg)
             if action.kind in (ActionKind.skip, *RESTORES) and not action.give_back:
@@ -333,7 +347,7 @@ class PolicyState:
             rung = FIRST_RUNG.get(finding.kind)
             if rung is None or (record.refused and finding.kind in BATCH_FINDINGS):
                 continue
-            is_drift = finding.kind is FindingKind.weight_drift
+            is_drift = finding.kind in (FindingKind.weight_drift, FindingKind.precursor)
             onset = record.iteration if is_drift else min(finding.onset, record.iteration)
             incident = self._find_or_open(finding.kind, record, onset=onset, cursors=finding.cursors)
             if incident.is_treated and finding.kind is FindingKind.corrupting_rank:
@@ -351,7 +365,8 @@ class PolicyState:
                 reason = f"{reason}, also after a restore: restart without its machine"
             if rung is not Rung.none:
                 is_spike = finding.kind is FindingKind.loss_spike
-                yield Response(rung, incident.number, reason, check_first=is_spike)
+                clips_logits = finding.signal == PrecursorSignal.attention_logit and not self.clips_logits
+                yield Response(rung, incident.number, reason, check_first=is_spike, clips_logits=clips_logits)
 
     def _respond_to_watches(self, record: ReducedRecord, *, other_than: set[int]) -> Iterator[Response]:
         watched = [each for each in self.open_incidents if each.is_watched and each.number not in other_than]
@@ -438,4 +453,7 @@ class PolicyState:
 
 def _limit(responses: Iterable[Response], highest: Rung) -> list[Response]:
     """The responses without a held-out check and with at most this rung."""
-    return [response._replace(rung=min(response.rung, highest), check_first=False) for response in responses]
+    return [
+        response._replace(rung=min(response.rung, highest), check_first=False, clips_logits=False)
+        for response in responses
+    ]

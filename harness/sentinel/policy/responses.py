@@ -4,6 +4,7 @@
 |---|---|---|
 | grad_spike, v_stale, rank_outlier, lr_jump | watch: harmless unless damage follows | known cause of what follows |
 | weight_drift | watch: a matter of weight decay, for a human | |
+| precursor | attention logits: clip them from now on (QK-clip); others: watch | |
 | loss_spike | watch | rewind if its cause is known or it does not recover; roll back if it lingers |
 | level_shift | watch: new data, accepted in the end | roll back after a known cause, or if it is large |
 | nonfinite | rejected: skip; applied: roll back | rejected several times in a row: rewind |
@@ -43,6 +44,7 @@ FIRST_RUNG = {
     FindingKind.rank_outlier: Rung.watch,
     FindingKind.lr_jump: Rung.watch,
     FindingKind.weight_drift: Rung.watch,
+    FindingKind.precursor: Rung.watch,
     FindingKind.loss_spike: Rung.watch,
     FindingKind.level_shift: Rung.watch,
     FindingKind.nonfinite: Rung.rollback,
@@ -75,6 +77,8 @@ class Response(NamedTuple):
     """Check the held-out loss first, if possible."""
     gives_back: bool = False
     """Skip: the batch is innocent and is consumed again next."""
+    clips_logits: bool = False
+    """Watch: clip the attention logits from now on."""
 
 
 def is_overflow(record: ReducedRecord) -> bool:

@@ -37,6 +37,10 @@ INJECTED = {
     "fp16_overflow": Cause.fp16_overflow,
     "fp8_outlier": Cause.fp8_range,
     "logit_growth": Cause.structural,
+    "slow_logit_growth": Cause.structural,
+    "rising_lr": Cause.lr_discontinuity,
+    "slow_gradient_growth": Cause.beta2_stale,
+    "fp8_creep": Cause.fp8_range,
 }
 
 

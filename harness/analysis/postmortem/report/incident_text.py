@@ -37,6 +37,7 @@ KIND_TITLES = (
     ("grad_spike", "Gradient spike"),
     ("v_stale", "Stale second moment"),
     ("weight_drift", "Drift of the weights"),
+    ("precursor", "Early sign"),
     ("rank_outlier", "Rank that differs from the others"),
     ("refusals", "Rejected updates"),
     ("refusal", "Rejected update"),

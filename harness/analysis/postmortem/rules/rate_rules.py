@@ -18,7 +18,7 @@ from harness.analysis.postmortem.measures import Measures
 from harness.analysis.postmortem.rules.causes import Cause, Panel, Reason, RuleResult, leave_unexamined, rate_cause
 from harness.config.errors import ConfigError
 from harness.config.model import ModelConfig
-from harness.core.events import FindingKind, Intervention
+from harness.core.events import FindingKind, Intervention, PrecursorSignal
 from harness.model.size import num_parameters
 
 OFF_SCHEDULE = 1.2
@@ -129,6 +129,8 @@ def lr_too_high(evidence: Evidence, measures: Measures) -> RuleResult:
     if rises and change is not None:
         text = f"{change.text}, which multiplied the learning rate by {change.factor:.3g}"
         return rate_cause(cause, 0.85, Reason(text, Panel.rate))
+    if early := m.find_precursor(evidence, PrecursorSignal.update_ratio):
+        return rate_cause(cause, 0.8, Reason(early.message, Panel.weights))
     return _rate_by_trend(evidence, measures)
 
 

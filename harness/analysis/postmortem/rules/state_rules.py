@@ -13,7 +13,7 @@ from harness.analysis.postmortem.measures import Measures
 from harness.analysis.postmortem.rules.causes import Cause, Panel, Reason, RuleResult, leave_unexamined, rate_cause
 from harness.analysis.postmortem.rules.update_rules import TORN, is_ordinary
 from harness.config.optim import OptimizerKind
-from harness.core.events import FindingKind
+from harness.core.events import FindingKind, PrecursorSignal
 
 OVERFLOW_PRECISION = "fp16"
 """fp8 saturates instead of overflowing, and its GEMMs return bf16."""
@@ -215,6 +215,8 @@ def structural(evidence: Evidence, _measures: Measures) -> RuleResult:
     halted = next((action for action in evidence.actions if "structural" in action.reason), None)
     if halted is not None:
         return rate_cause(cause, 0.85, Reason(halted.reason, Panel.loss))
+    if early := m.find_precursor(evidence, PrecursorSignal.attention_logit):
+        return rate_cause(cause, 0.8, Reason(early.message, Panel.weights))
     drifts = FindingKind.weight_drift in evidence.kinds()
     if growth is not None and growth[1] > GROWN:
         text = f"weights of {growth[0]} grew {growth[1]:.3g}-fold within the window"
