@@ -21,6 +21,7 @@ import yaml
 
 from harness.config.errors import ConfigError, require
 from harness.config.schema import Config
+from harness.config.stored_config import build_stored
 from harness.config.usual_keys import USUAL_KEYS
 from harness.core.credentials import require_no_credentials, without_credentials
 
@@ -53,11 +54,16 @@ def validate(tree: Any) -> Config:
     except MissingMandatoryValue as error:
         raise ConfigError(error.full_key or "", "has no value") from None
     assert isinstance(cfg, Config)
-    for key, value in flat(plain(cfg)).items():
-        require(not isinstance(value, float) or math.isfinite(value), key, f"must be finite, got {value}")
+    require_finite(cfg)
     if is_typed:  # a file of an earlier version may hold credentials and can still be read
         require_no_credentials(cfg.telemetry.tracking_uri)
     return cfg
+
+
+def require_finite(cfg: Config) -> None:
+    """Reject infinity and NaN, which YAML knows."""
+    for key, value in flat(plain(cfg)).items():
+        require(not isinstance(value, float) or math.isfinite(value), key, f"must be finite, got {value}")
 
 
 def register() -> None:
@@ -90,10 +96,15 @@ def load(overrides: Sequence[str] = ()) -> Config:
 
 def read(path: Path) -> Config:
     """Read and check the stored configuration of a run."""
+    tree = read_tree(path)
+    cfg = build_stored(tree)
+    if cfg is not None:
+        require_finite(cfg)
+        return cfg
     from omegaconf import OmegaConf
 
     try:
-        return validate(OmegaConf.create(read_tree(path)))
+        return validate(OmegaConf.create(tree))
     except Exception as error:
         raise explain(error) from None
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,6 +15,7 @@ import yaml
 from harness.config import compose
 from harness.config.errors import ConfigError
 from harness.config.schema import Config
+from harness.config.stored_config import build_stored
 from harness.config.usual_keys import USUAL_KEYS
 from tests import composed
 
@@ -30,6 +33,7 @@ def test_every_file_composes(row: int) -> None:
     overrides = [f"+{group}={option}" if group in OVERLAYS else f"{group}={option}" for group, option in chosen.items()]
     cfg = compose.load([*overrides, *(["data.sources.main.paths=[corpus]"] if chosen["data"] == "files" else [])])
     assert set(compose.plain(cfg)) == set(compose.keys_of(""))
+    check_stored(cfg)
 
 
 def test_every_group_is_a_section_or_an_overlay() -> None:
@@ -222,6 +226,61 @@ def test_a_stored_config_without_a_newer_key_still_opens(tmp_path: Path) -> None
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
     stored, default = compose.read(tmp_path / "config.yaml"), compose.load()
     assert (stored.checkpoint.retry_s, stored.model.norm) == (default.checkpoint.retry_s, default.model.norm)
+
+
+def check_stored(cfg: Config) -> None:
+    """A stored config is read without OmegaConf, and equals what OmegaConf composed."""
+    built = build_stored(compose.parse_yaml(compose.to_yaml(cfg)))
+    assert built == cfg
+    assert repr(built) == repr(cfg), "the types are equal, too"
+
+
+def test_a_stored_config_with_lists_and_sections_of_the_user() -> None:
+    check_stored(composed.load(["data=mixture", "data.phases=[{from_batch: 9, weights: {text: 0}}]"]))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("optim.lr", 1),
+        ("optim.lr", "0.1"),
+        ("train.num_steps", 8.0),
+        ("train.num_steps", True),
+        ("train.num_steps", None),
+        ("run.deterministic", "true"),
+        ("run.name", "${run.dir}"),
+        ("run.name", 7),
+        ("run.dir", "???"),
+        ("precision.kind", "fp7"),
+        ("optim.lr", -1.0),
+        ("data.phases", {}),
+        ("data.sources", []),
+        ("model", 3),
+        ("model.unknown", 1),
+    ],
+)
+def test_an_edited_config_is_left_to_omegaconf(key: str, value: Any) -> None:
+    assert build_stored(edited(key, value)) is None
+
+
+def edited(key: str, value: Any) -> dict[str, Any]:
+    """The tree of a stored config in which one value was changed by hand."""
+    tree: dict[str, Any] = compose.parse_yaml(compose.to_yaml(composed.load()))
+    section, _, name = key.rpartition(".")
+    (tree[section] if section else tree)[name] = value
+    return tree
+
+
+def test_an_edited_config_is_converted_and_checked(tmp_path: Path) -> None:
+    def read(key: str, value: Any) -> Config:
+        (tmp_path / "config.yaml").write_text(yaml.dump(edited(key, value), Dumper=compose.FAST_DUMPER))
+        return compose.read(tmp_path / "config.yaml")
+
+    assert repr(read("optim.lr", 1).optim.lr) == "1.0"
+    with pytest.raises(ConfigError, match=r"^train\.num_steps: must be an integer, got '8\.5'$"):
+        read("train.num_steps", 8.5)
+    with pytest.raises(ConfigError, match=r"^optim\.lr: must be finite, got inf$"):
+        read("optim.lr", math.inf)
 
 
 @pytest.mark.parametrize(

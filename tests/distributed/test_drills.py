@@ -1,7 +1,7 @@
 """Every numeric and data scenario of `conf/drill` on two real ranks: injected, detected, handled and scored.
 
-A victim and its twin are equal until the fault. That part is trained once for all scenarios with the same config,
-stopped, copied, and continued with and without the fault.
+A victim and its twin are equal until the fault. That part is trained once for all scenarios with the same config, until
+shortly before the earliest of their faults. It is stopped, copied, and continued with and without the fault.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def run_drill(ranks: Pool, runs: Path, name: str, run_overrides: Sequence[str], 
     has_own_length = sum(override.startswith("train.num_steps=") for override in drill.train) > 1
     length = [OWN_LENGTHS[name]] if name in OWN_LENGTHS else [SHORT] * (not has_own_length)
     overrides = (*drill.train, *run_overrides, *length)
-    num_common = (drill.fault.at - MARGIN) // 5 * 5
+    num_common = num_common_steps(drill.train)
     twin = RunDir(runs / f"twin-{abs(hash(overrides))}-{num_common}")
     if not twin.path.exists():
         assert continue_common_part(ranks, cached_config(overrides), num_common, twin, None) == [EXIT_DONE] * 2
@@ -116,6 +116,22 @@ def continue_common_part(
     if record is not None:
         record.write(run)
     return ranks.run(2, drill_cases.run, str(run.path))
+
+
+@cache
+def first_faults() -> dict[tuple[str, ...], int]:
+    """Training config of the scenarios -> iteration of the earliest of their faults."""
+    found: dict[tuple[str, ...], int] = {}
+    for name in SCENARIOS:
+        drill = scenario.load_scenario(name)
+        config = tuple(drill.train)
+        found[config] = min(drill.fault.at, found.get(config, drill.fault.at))
+    return found
+
+
+def num_common_steps(train: Sequence[str]) -> int:
+    """Steps that all scenarios with this training config have in common."""
+    return (first_faults()[tuple(train)] - MARGIN) // 5 * 5
 
 
 def cpu_overrides(name: str) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import pytest
 from harness.core.events import StepRecord
 from tests.distributed import cases
 from tests.distributed.pool import Pool
-from tests.distributed.test_drills import RUN_OVERRIDES, broken_bounds, run_drill
+from tests.distributed.test_drills import RUN_OVERRIDES, SHORT_SEQUENCES, broken_bounds, run_drill
 
 MUON = ("optim=muon", "optim.schedule=constant", "run.resume=changed", "model.num_layers=1")
 Numbers = list[tuple[int, float, float, float]]
@@ -48,10 +48,16 @@ def test_a_run_with_adamw_continues_with_muon_but_not_the_other_way_round(ranks:
         assert len(result.problem.splitlines()) == 1
 
 
+@pytest.fixture(scope="module")
+def drills(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Drills with the same training config share their common part and their twin."""
+    return tmp_path_factory.mktemp("drills")
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["nan_grad", "poisoned_batch", "optimizer_reset", "bit_flip_weight"])
-def test_a_drill_passes_its_score_card(ranks: Pool, tmp_path: Path, name: str) -> None:
-    card = run_drill(ranks, tmp_path, name, (*RUN_OVERRIDES, "optim=muon"))
+def test_a_drill_passes_its_score_card(ranks: Pool, drills: Path, name: str) -> None:
+    card = run_drill(ranks, drills, name, (*RUN_OVERRIDES, SHORT_SEQUENCES, "optim=muon"))
     assert not broken_bounds(card), card.score.remarks
 
 

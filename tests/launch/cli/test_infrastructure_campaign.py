@@ -18,10 +18,10 @@ from tests.launch.cli.test_drill import PATIENCE_S, SMALL, harness
 pytestmark = [pytest.mark.full, pytest.mark.timeout(2 * PATIENCE_S)]
 
 SEED = "104"
-"""Draws full_disk at 0.8 s, then kill_node at 1.8 s."""
-OPTIONS = ("--infrastructure", "--seed", SEED, "--minutes", "0.0125", "--every", "1", "--goal", "0.01")
-NUM_STEPS = 180
-CHECKPOINT_EVERY = 20
+"""Draws full_disk at 0.4 s, then kill_node at 0.9 s."""
+OPTIONS = ("--infrastructure", "--seed", SEED, "--minutes", "0.00625", "--every", "0.5", "--goal", "0.01")
+NUM_STEPS = 90
+CHECKPOINT_EVERY = 10
 OFTEN = (
     f"train.num_steps={NUM_STEPS}",
     "train.sequence_length=64",
