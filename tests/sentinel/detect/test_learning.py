@@ -155,3 +155,23 @@ def test_a_loss_that_rose_first_and_fell_back_is_reported() -> None:
 
     (finding,) = unlearned(rows_of(rose))
     assert 520 <= finding.step <= 580
+
+
+@pytest.mark.parametrize(("first", "num"), [(10, 1), (11, 0)])
+def test_a_log_is_judged_if_it_begins_in_the_first_ten_steps(first: int, num: int) -> None:
+    assert len(unlearned(rows_of(untouched)[first - 1 :])) == num
+
+
+def test_an_untouched_loss_is_reported_200_steps_after_the_warm_up() -> None:
+    rows = rows_of(untouched, warmup=100)
+    rows[0].lr = math.inf
+    (finding,) = unlearned(rows)
+    assert (finding.step, finding.cursors) == (300, [])
+    assert "peak 0.3" in finding.message
+
+
+def test_a_run_that_learns_later_can_be_reported_again() -> None:
+    found = unlearned(rows_of(lambda step: 5.5 if step < 600 or step > 1200 else 1.2, num=2000))
+    assert len(found) == 2
+    assert found[0].step < 600
+    assert found[1].step > 1200
