@@ -137,7 +137,7 @@ def in_recomputation(run: Run) -> None:
         if torch._C._current_graph_task_id() >= 0:
             call_all(output)
 
-    run.parts.model.get_submodule("blocks.1.attention").register_forward_hook(hook)
+    run.parts.model.get_submodule("blocks.1.attention.output").register_forward_hook(hook)
 
 
 def in_fp8_kernel(_run: Run) -> None:

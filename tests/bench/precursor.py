@@ -77,18 +77,16 @@ class Drill(NamedTuple):
 
 
 DRILLS = {
-    "logit growth, 4 % a step, one layer": Drill(
+    "logit_growth": Drill(
         Fault(kind=FaultKind.logit_growth, at=FAULT_AT, duration=250, layer="blocks.1.attention", factor=1.02), 350
     ),
-    "learning rate, 3 % a step": Drill(
-        Fault(kind=FaultKind.lr_spike, at=FAULT_AT, duration=300, factor=1.03, growth=1.03), 400
-    ),
-    "gradients, 3 % a step, beta2 = 0.999": Drill(
+    "rising_lr": Drill(Fault(kind=FaultKind.lr_spike, at=FAULT_AT, duration=300, factor=1.03, growth=1.03), 400),
+    "gradient_growth": Drill(
         Fault(kind=FaultKind.big_grad, at=FAULT_AT, duration=200, layer="head", factor=1.03, growth=1.03),
         300,
         ("optim.beta2=0.999", "optim.clip_norm=null"),
     ),
-    "fp8 outlier, 8 % a step": Drill(
+    "fp8_creep": Drill(
         Fault(kind=FaultKind.fp8_outlier, at=FAULT_AT, duration=100, layer="blocks.1.mlp", factor=64, growth=1.08),
         200,
         ("precision=fp8_emulated", "train.sequence_length=16", "train.batch_size=4"),
