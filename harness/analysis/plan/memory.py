@@ -22,7 +22,7 @@ context, NCCL) and fragmentation are `OUTSIDE_BYTES` and `FRAGMENTED`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from math import prod
 from typing import final
@@ -137,8 +137,14 @@ def padded_size(shapes: list[Shape], num_shards: int) -> int:
 
 
 def memory(cfg: Config, *, world_size: int) -> Memory:
-    """Peak memory of one of `world_size` ranks."""
+    """Peak memory of one of `world_size` ranks, in the phase of `precision.phases` that needs the most."""
     check_world(cfg, world_size)
+    kinds = dict.fromkeys([cfg.precision.kind, *(phase.kind for phase in cfg.precision.phases)])
+    phases = [replace(cfg, precision=replace(cfg.precision, kind=kind, phases=[])) for kind in kinds]
+    return max((_memory_of_phase(phase, world_size) for phase in phases), key=lambda held: held.needed_bytes)
+
+
+def _memory_of_phase(cfg: Config, world_size: int) -> Memory:
     sizes = _sizes(cfg, world_size)
     kept = _kept(cfg, sizes)
     turn = _plus(kept, logits=_stream(cfg, sizes) + sizes.element * sizes.head)

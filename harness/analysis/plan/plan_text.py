@@ -56,6 +56,7 @@ def render(plan: Plan) -> str:
             "per token": _si(plan.flops_per_token, "FLOP"),
             "per step": f"{plan.tokens_per_step:,} tokens, {_si(plan.flops_per_step, 'FLOP')}",
             **_padding(plan),
+            **_stages(plan),
         },
         f"memory per device ({ranks}, {replicas} of the model), peak {MOMENTS[plan.memory.moment]}": _memory(plan),
         "data sent per rank and step": _traffic(plan),
@@ -89,7 +90,7 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
     numbers["memory"] |= {"peak_bytes": plan.memory.peak_bytes, "needed_bytes": plan.memory.needed_bytes}
     for entry, call in zip(numbers["traffic"]["calls"], plan.traffic.calls, strict=True):
         entry |= {"sent_bytes": call.sent_bytes, "sent_far_bytes": call.sent_far_bytes}
-    return numbers | {"step_time_s": plan.step_time_s}
+    return numbers | {"step_time_s": plan.step_time_s, "run_time_s": plan.run_time_s}
 
 
 def _row(plan: Plan) -> tuple[str, ...]:
@@ -110,6 +111,15 @@ def _padding(plan: Plan) -> dict[str, str]:
     share = _percent(plan.num_padding / plan.num_sequences)
     count = f"{plan.num_padding:,} of {plan.num_sequences:,} sequences ({share})"
     return {"padding": f"{count}: the batch does not divide evenly among the ranks"}
+
+
+def _stages(plan: Plan) -> dict[str, str]:
+    if len(plan.stages) == 1:
+        return {}
+    stages = [
+        f"{stage.num_steps:,} steps of {stage.batch_size:,} sequences in {stage.precision}" for stage in plan.stages
+    ]
+    return {"stages": "; ".join(stages), "run": f"{plan.num_tokens:,} tokens"}
 
 
 def _memory(plan: Plan) -> dict[str, str]:
@@ -151,7 +161,7 @@ def _pace(plan: Plan) -> dict[str, str]:
     if plan.traffic.calls:
         rows["communication"] = links
     rows["step"] = f"{_duration(pace.step_time_s)}, {pace.tokens_per_s:,.0f} tokens/s, {_percent(pace.mfu)} MFU"
-    rows["run"] = f"{_duration(plan.num_steps * pace.step_time_s)} for {plan.num_steps:,} steps"
+    rows["run"] = f"{_duration(plan.run_time_s or 0.0)} for {plan.num_steps:,} steps"
     rows["basis"] = _basis(plan)
     return rows
 
