@@ -320,6 +320,8 @@ def run_opened(
             parts.planned.resume_with_other_data(state.cursor)
         elif any(key.startswith("train.batch_size") for key in opened.changes):
             parts.planned.resume_with_other_data(state.cursor, reason="the run was resumed with another batch size")
+        if world.is_first and (dtypes := opened.changes.get("optim.moment_dtype")) and state.step:
+            print(f"optim.moment_dtype: the moments of step {state.step} were {dtypes[0]}, are {dtypes[1]}", flush=True)
         if opened.changes:
             reporter.emit(rundir.make_config_change_event(opened.changes, iteration=state.iteration))
         run = outfit(

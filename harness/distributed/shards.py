@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
@@ -22,6 +24,20 @@ def write_local(parameter: Tensor, full: Tensor) -> None:
                 index = mesh.get_local_rank(axis)
                 full = parts[index] if index < len(parts) else full.narrow(placement.dim, 0, 0)
         parameter.to_local().copy_(full)
+
+
+def first_element(tensor: Tensor) -> int:
+    """Index in the whole tensor, in row-major order, of the first element of this rank's shard of rows."""
+    rows, begin = tensor.shape[0] if tensor.ndim else 1, 0
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        for axis, placement in enumerate(tensor.placements):
+            if isinstance(placement, Shard):
+                assert placement.dim == 0, "FSDP2 shards rows"
+                size = -(-rows // mesh.size(axis))
+                offset = min(mesh.get_local_rank(axis) * size, rows)
+                begin, rows = begin + offset, min(size, rows - offset)
+    return begin * prod(tensor.shape[1:])
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ from tests.distributed import cases, faulty_runs
 from tests.distributed.faulty_runs import Fault, RankResult
 from tests.distributed.pool import Pool
 
+pytestmark = pytest.mark.full
+
 STAGES = "train.batch_size_warmup=[{until_batch: 4, batch_size: 4}, {until_batch: 8, batch_size: 8}]"
 SIZES = [4] * 4 + [8] * 4 + [16] * 4
 SMALL = ("model.num_layers=1", "train.batch_size=16", "train.micro_batch_size=2", "optim.schedule=constant", STAGES)
@@ -75,7 +77,6 @@ def test_accumulation_over_micro_batches_gives_the_gradient_of_the_whole_batch(r
     assert [record.grad_norm for record in small] == pytest.approx([record.grad_norm for record in whole], rel=1e-3)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "kind"),
     [

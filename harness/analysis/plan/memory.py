@@ -37,12 +37,14 @@ from harness.analysis.plan.activations import (
 from harness.analysis.plan.fp8 import blocks_in_fp8, fp8_projections, workspace_bytes
 from harness.analysis.plan.orthogonalization import muon_matrices, update_bytes
 from harness.analysis.plan.resharding import will_reshard
+from harness.config.optim import MomentDtype
 from harness.config.schema import Config, check_world, sharing
 from harness.model.size import Shape, block_shapes, num_parameters, root_shapes
 
 TOKEN_BYTES = 8
+BF16_BYTES = 2
 NUM_MOMENTS = 2
-"""Of AdamW. Muon has one."""
+"""Of AdamW. Muon has one, always in fp32."""
 WORKSPACE_BYTES = 70_000_000
 """cuBLAS workspaces and small tensors; measured."""
 OUTSIDE_BYTES = 1_000_000_000
@@ -131,6 +133,11 @@ class StepSizes:
         return FP32_BYTES * number // self.num_shards
 
 
+def moment_bytes(cfg: Config) -> int:
+    """Bytes of one of AdamW's moments of a parameter."""
+    return BF16_BYTES if cfg.optim.moment_dtype is MomentDtype.bf16 else FP32_BYTES
+
+
 def padded_size(shapes: list[Shape], num_shards: int) -> int:
     """Elements of all shards together, each padded to as many rows as the largest."""
     return sum(-(-shape[0] // num_shards) * num_shards * prod(shape[1:]) for shape in shapes)
@@ -187,7 +194,7 @@ def _sizes(cfg: Config, world_size: int) -> StepSizes:
     matrices = FP32_BYTES * padded_size([*muon_matrices(cfg)], num_shards) // num_shards
     state = MemoryParts(
         weights=shard,
-        moments=NUM_MOMENTS * shard - matrices,
+        moments=NUM_MOMENTS * (shard - matrices) * moment_bytes(cfg) // FP32_BYTES + matrices,
         gradients=0,
         gathered=0,
         in_flight=0,
@@ -294,4 +301,6 @@ def _update(cfg: Config, sizes: StepSizes) -> MemoryParts:
 
 def checkpoint_bytes(cfg: Config) -> int:
     """One checkpoint on disk; replicas are saved once."""
-    return FP32_BYTES * (num_parameters(cfg.model) * (1 + NUM_MOMENTS) - sum(map(prod, muon_matrices(cfg))))
+    matrices = sum(map(prod, muon_matrices(cfg)))
+    moments = NUM_MOMENTS * moment_bytes(cfg) * (num_parameters(cfg.model) - matrices)
+    return FP32_BYTES * (num_parameters(cfg.model) + matrices) + moments

@@ -20,7 +20,7 @@ from harness.analysis.plan.traffic import Collective, collectives, num_per_node
 from harness.analysis.plan.work import FP8_SPEEDUP
 from harness.checkpoint.ring_cost import RollbackCost, num_buffers, num_replica_buffers, rewind_cost, rollback_cost
 from harness.config.launch import LaunchKind
-from harness.config.optim import OptimizerKind
+from harness.config.optim import MomentDtype, OptimizerKind
 from harness.config.precision import PrecisionKind
 from harness.config.schema import Config, check_world, sharing
 from harness.model.size import flops_per_token, num_parameters
@@ -105,6 +105,8 @@ class Plan:
     moments_bytes: int
     optimizer: OptimizerKind
     """Of the matrices in the blocks."""
+    moment_dtype: MomentDtype
+    """Of AdamW's moments."""
     fp8: Fp8 | None
     """None: no projection runs in fp8."""
     memory: Memory
@@ -182,6 +184,7 @@ def plan(cfg: Config, *, world_size: int, mfu: float | None = None) -> Plan:
         gradients_bytes=weights,
         moments_bytes=held.parts.moments,
         optimizer=cfg.optim.kind,
+        moment_dtype=cfg.optim.moment_dtype,
         fp8=_fp8(cfg),
         memory=held,
         memory_allowed_bytes=None if (allowed := rank_memory_bytes(cfg)) is None else round(allowed),

@@ -25,7 +25,7 @@ MOMENTS = {
 }
 PARTS = {
     "weights": "fp32, this rank's shard",
-    "moments": "fp32, both of AdamW's, this rank's shard",
+    "moments": "both of AdamW's, this rank's shard",
     "gradients": "fp32, this rank's shard",
     "gathered": "unsharded weights of the blocks in use, of embedding and head",
     "in_flight": "collective buffers and unsharded gradients",
@@ -33,7 +33,7 @@ PARTS = {
     "logits": "one chunk of the loss, and the head's gradient",
     "other": "batch and workspaces",
 }
-MUON_MOMENTS = "fp32, one of Muon's for matrices, both of AdamW's for the rest, this rank's shard"
+MUON_MOMENTS = "one of Muon's in fp32 for matrices, both of AdamW's for the rest, this rank's shard"
 KERNELS = {
     "gemm_s": "GEMM in blocks",
     "attention_s": "attention",
@@ -124,7 +124,8 @@ def _stages(plan: Plan) -> dict[str, str]:
 
 def _memory(plan: Plan) -> dict[str, str]:
     parts = asdict(plan.memory.parts)
-    texts = PARTS | ({"moments": MUON_MOMENTS} if plan.optimizer is OptimizerKind.muon else {})
+    moments = MUON_MOMENTS if plan.optimizer is OptimizerKind.muon else PARTS["moments"]
+    texts = PARTS | {"moments": f"{plan.moment_dtype}, {moments}"}
     rows = {name.replace("_", " "): f"{_gb(parts[name]):>7} GB  {what}" for name, what in texts.items()}
     rows["outside"] = f"{_gb(plan.memory.outside_bytes):>7} GB  CUDA context, NCCL, fragmentation"
     allowed = plan.memory_allowed_bytes
