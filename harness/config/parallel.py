@@ -37,6 +37,9 @@ class ParallelConfig:
     more than a tenth of the device's memory."""
     activation_checkpointing: ActivationCheckpointing
     """none; selective: keep the outputs of matmuls and attention, recompute the rest; full: keep only block inputs."""
+    activation_offload: bool = False
+    """Keep the activations that the blocks save for backward in pinned host memory meanwhile; the device holds those of
+    about two blocks. Exact. Combines with activation_checkpointing: with full, only the blocks' inputs are copied."""
     compile: bool
     """torch.compile each block (needs a C++ compiler on CPU)."""
     timeout_s: float

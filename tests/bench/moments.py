@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -29,7 +29,7 @@ from tests.bench.intervals import estimate
 from tests.bench.optimizers import Result, train
 
 
-def render_moments(results: dict[MomentDtype, Sequence[Result]]) -> str:
+def render_moments(results: Mapping[MomentDtype, Sequence[Result]]) -> str:
     """The table of both, and a line with the difference within a seed and the spread over seeds."""
     lines = ["| moments | held-out loss | final loss | ms a step | GiB |", "|---|---:|---:|---:|---:|"]
     for dtype, runs in results.items():
@@ -79,7 +79,7 @@ def main() -> None:
                 own = [*overrides, f"optim.moment_dtype={dtype}"]
                 results[dtype].append(train("adamw", cfg.optim.lr, seed, own, run))
                 print(f"seed {seed}: {dtype}: held-out {results[dtype][-1].held_out:.5f}", flush=True)
-        print(render_moments({dtype: runs for dtype, runs in results.items()}))
+        print(render_moments(results))
 
 
 if __name__ == "__main__":

@@ -90,6 +90,8 @@ def _settings(cfg: Config) -> list[str]:
         found.append(f"data.document_mask, planned for {dense}")
     if cfg.optim.kind is not OptimizerKind.adamw:
         found.append(f"optim.kind={cfg.optim.kind}")
+    if cfg.parallel.activation_offload:
+        found.append("parallel.activation_offload, planned as if all copies were hidden")
     if cfg.optim.moment_dtype is not MomentDtype.fp32:
         found.append(f"optim.moment_dtype={cfg.optim.moment_dtype}")
     if cfg.model.attention is AttentionKind.fp32:

@@ -38,10 +38,14 @@ from harness.analysis.plan.fp8 import blocks_in_fp8, fp8_projections, workspace_
 from harness.analysis.plan.orthogonalization import muon_matrices, update_bytes
 from harness.analysis.plan.resharding import will_reshard
 from harness.config.optim import MomentDtype
+from harness.config.parallel import DeviceKind
 from harness.config.schema import Config, check_world, sharing
 from harness.model.size import Shape, block_shapes, num_parameters, root_shapes
 
 TOKEN_BYTES = 8
+BLOCKS_ON_DEVICE = 2
+"""Blocks whose activations are on the device with `parallel.activation_offload`: one computes, and those of a neighbour
+are copied."""
 BF16_BYTES = 2
 NUM_MOMENTS = 2
 """Of AdamW. Muon has one, always in fp32."""
@@ -121,7 +125,7 @@ class StepSizes:
     element: int
     """Bytes of an element in the compute type."""
     kept: tuple[int, ...]
-    """kept[n]: bytes that the first n blocks save for one token."""
+    """kept[n]: bytes on the device for one token, of those that the first n blocks save."""
     block: int
     """Parameters of a block, padded; a count, not bytes."""
     root: int
@@ -208,14 +212,37 @@ def _sizes(cfg: Config, world_size: int) -> StepSizes:
         num_micro_batches=shared.num_micro_batches,
         tokens=shared.micro_batch_slots * cfg.train.sequence_length,
         element=element_bytes(cfg),
-        kept=tuple(
-            accumulate((kept_bytes(cfg, fp8_projections(cfg, block)) for block in range(model.num_layers)), initial=0)
-        ),
+        kept=_kept_on_device(cfg),
         block=block,
         root=root,
         head=model.vocab_size * model.dim,
         state=state,
     )
+
+
+def _kept_by_blocks(cfg: Config) -> list[int]:
+    """Bytes that each block saves for one token."""
+    return [kept_bytes(cfg, fp8_projections(cfg, block)) for block in range(cfg.model.num_layers)]
+
+
+def _kept_on_device(cfg: Config) -> tuple[int, ...]:
+    sums = list(accumulate(_kept_by_blocks(cfg), initial=0))
+    if not is_offloaded(cfg):
+        return tuple(sums)
+    return tuple(total - sums[max(0, number - BLOCKS_ON_DEVICE)] for number, total in enumerate(sums))
+
+
+def is_offloaded(cfg: Config) -> bool:
+    """Whether activations leave the device; a CPU rank has no other memory."""
+    return cfg.parallel.activation_offload and cfg.parallel.device is not DeviceKind.cpu
+
+
+def offloaded_bytes(cfg: Config, *, world_size: int) -> int:
+    """Activations of one rank in host memory: of all blocks but the last, for one micro-batch."""
+    if not is_offloaded(cfg):
+        return 0
+    tokens = sharing(cfg, world_size).micro_batch_slots * cfg.train.sequence_length
+    return tokens * sum(_kept_by_blocks(cfg)[:-1])
 
 
 def _plus(parts: MemoryParts, **more: int) -> MemoryParts:

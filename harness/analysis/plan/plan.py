@@ -13,7 +13,7 @@ from typing import final
 
 from harness.analysis.plan.calibration import unmeasured
 from harness.analysis.plan.fp8 import blocks_in_fp8, flops_share
-from harness.analysis.plan.memory import Memory, checkpoint_bytes, memory
+from harness.analysis.plan.memory import Memory, checkpoint_bytes, memory, offloaded_bytes
 from harness.analysis.plan.predicted_time import StepTime, step_time
 from harness.analysis.plan.resharding import rank_memory_bytes
 from harness.analysis.plan.traffic import Collective, collectives, num_per_node
@@ -129,6 +129,9 @@ class Plan:
     """Host memory of one machine: snapshots, the one being saved, and those of partners."""
     ring_replicas: int
     """Buffers of each rank for the snapshots of a partner on another machine."""
+    offload_bytes: int
+    """Host memory of one machine for activations (`parallel.activation_offload`), before torch rounds each buffer up to
+    a power of two."""
     ring_allowed_bytes: int | None
     """None: half of the free memory when the run starts."""
     rewind: RollbackCost | None
@@ -202,6 +205,7 @@ def plan(cfg: Config, *, world_size: int, mfu: float | None = None) -> Plan:
         ring_slots=ring.slots,
         ring_bytes=(num_buffers(ring) + replicas) * (weights + held.parts.moments) * here,
         ring_replicas=replicas,
+        offload_bytes=here * offloaded_bytes(cfg, world_size=world_size),
         ring_allowed_bytes=None if ring.memory_gb is None else round(ring.memory_gb * 1e9),
         rewind=rewind,
         rollback=rollback,

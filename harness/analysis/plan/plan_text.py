@@ -59,6 +59,7 @@ def render(plan: Plan) -> str:
             **_stages(plan),
         },
         f"memory per device ({ranks}, {replicas} of the model), peak {MOMENTS[plan.memory.moment]}": _memory(plan),
+        "activations in host memory": _offload(plan),
         "data sent per rank and step": _traffic(plan),
         "compute per device and step": _compute(plan),
         "time": _pace(plan),
@@ -134,6 +135,16 @@ def _memory(plan: Plan) -> dict[str, str]:
     if allowed is not None and plan.memory.needed_bytes > allowed:
         rows["total"] += "; DOES NOT FIT"
     return rows
+
+
+def _offload(plan: Plan) -> dict[str, str]:
+    if not plan.offload_bytes:
+        return {}
+    each = f"{_gb(plan.offload_bytes / plan.num_per_node)} GB per rank to the host and back in each micro-batch"
+    return {
+        "per machine": f"{_gb(plan.offload_bytes):>7} GB  each buffer is rounded up to a power of two",
+        "copied": f"{each}; the time for it is not planned",
+    }
 
 
 def _traffic(plan: Plan) -> dict[str, str]:
