@@ -47,6 +47,12 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         require(self.replicate >= 1, "parallel.replicate", f"must be at least 1, got {self.replicate}")
+        message = "must be false with activation_checkpointing=selective and compile=false: torch keeps the selected "
+        message += "tensors outside autograd, where they cannot be moved; use none or full, or compile=true"
+        is_selective = self.activation_checkpointing is ActivationCheckpointing.selective
+        require(
+            not (self.activation_offload and is_selective and not self.compile), "parallel.activation_offload", message
+        )
         require(self.timeout_s > 0, "parallel.timeout_s", f"must be positive, got {self.timeout_s}")
 
 

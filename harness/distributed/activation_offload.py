@@ -10,7 +10,8 @@ holds the activations of about two blocks. The newest blocks are still on the de
 one is never copied.
 Values are copied bit for bit, with their strides: results do not change. Weights are left alone, because FSDP2 gathers
 them again in backward; so are rotary tables, integers, small tensors, and views with gaps.
-With activation checkpointing, only what it keeps is saved and copied: with `full` the inputs of the blocks.
+With activation checkpointing, only what it keeps is saved and copied: with `full` the inputs of the blocks. With
+`selective`, blocks must be compiled: otherwise torch keeps the selected tensors outside autograd.
 Host buffers are allocated in the first step and used again. Nothing waits on the host.
 On a CPU the copies are made too, without a stream: slower and without use, but the same code for tests.
 """
@@ -70,7 +71,7 @@ class ActivationOffload:
     def __init__(self, num_blocks: int, device: torch.device) -> None:
         self._num_blocks = num_blocks
         self._device = device
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._newest: _Group | None = None
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         """Host buffers that no block uses, by size."""

@@ -87,7 +87,8 @@ def check_host_memory(cfg: Config, machine: MachineMemory, host_bytes: int, worl
     """Reject activations that do not fit into the free host memory."""
     needed = machine.num_ranks * offloaded_bytes(cfg, world_size=world_size)
     if needed > host_bytes:
-        message = f"{machine.num_ranks} ranks would keep {memory_text(needed)} of activations in host memory, and "
+        ranks = "1 rank" if machine.num_ranks == 1 else f"{machine.num_ranks} ranks"
+        message = f"{ranks} would keep {memory_text(needed)} of activations in host memory, and "
         message += f"{memory_text(host_bytes)} is free; set train.micro_batch_size lower, activation_checkpointing=full"
         raise ConfigError("parallel.activation_offload", f"{message}, or this to false")
 
