@@ -148,8 +148,8 @@ def build(cfg: Config, world: World, run: RunDir, *, shares_snapshots: bool = Fa
         own_kernel=compiles_on_cuda,
         world=world,
         comm_stats=comm_stats,
-        seed=cfg.run.seed,
     )
+    update.seed_noise(cfg.run.seed)
     loss_scale = build_loss_scale(cfg.precision, world.device)
     gate = Gate(
         cfg.sentinel.detect,

@@ -118,6 +118,14 @@ class Update:
         if self.muon is not None:
             self.muon.lr.copy_(lr)
 
+    def seed_noise(self, seed: int) -> None:
+        """Set the seed of the noise that rounds moments in bf16; without effect on fp32."""
+        groups = groups_with(self.groups, OptimizerKind.adamw)
+        self.noise = [
+            None if noise is None else group_noise(group, seed=seed, device=self.step.device)
+            for group, noise in zip(groups, self.noise, strict=True)
+        ]
+
     def clear_gradients(self) -> None:
         """Free the gradients of all parameters."""
         for parameter in self.parameters.values():
@@ -203,10 +211,9 @@ def build_update(
     own_kernel: bool = False,
     world: World | None = None,
     comm_stats: CommStats | None = None,
-    seed: int = 0,
 ) -> Update:
     """AdamW and Muon over their groups, with their moments allocated. `world`: needed if matrices with Muon are
-    sharded. `seed`: of the noise that rounds moments in bf16."""
+    sharded. Noise that rounds moments in bf16 has seed 0 until `seed_noise`."""
     adamw_groups, muon_groups = (groups_with(groups, kind) for kind in (OptimizerKind.adamw, OptimizerKind.muon))
     options = [
         {
@@ -250,7 +257,7 @@ def build_update(
         digest=WeightDigest.start(device),
         replicate=replicate,
         own_kernel=own_kernel,
-        noise=[group_noise(group, seed=seed, device=device) if is_rounded else None for group in adamw_groups],
+        noise=[group_noise(group, seed=0, device=device) if is_rounded else None for group in adamw_groups],
     )
     update.measure_digest()
     return update

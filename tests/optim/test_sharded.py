@@ -144,7 +144,8 @@ def moments_in_bf16() -> tuple[list[float], list[float], str]:
     world = connect(cfg.parallel)
     owners = parameters(world)
     group = Group(parameters=owners, lr_multiplier=0.5, weight_decay=0.1)
-    update = build_update([group], cfg=cfg.optim, num_steps=100, device=world.device, seed=5)
+    update = build_update([group], cfg=cfg.optim, num_steps=100, device=world.device)
+    update.seed_noise(5)
     for seed, refuse in enumerate(REFUSALS, start=1):
         set_gradients(owners, world, seed)
         skip_mask, norm = torch.tensor(refuse), torch.tensor(GRAD_NORM)

@@ -73,7 +73,9 @@ def build(*overrides: str, rows: int = 6) -> tuple[Update, nn.Parameter]:
     cfg = load(["optim.schedule=constant", "optim.warmup_steps=0", "optim.moment_dtype=bf16", *overrides]).optim
     weight = nn.Parameter(torch.randn(rows, 4, generator=torch.Generator().manual_seed(0)))
     group = Group(parameters={"weight": weight}, lr_multiplier=1.0, weight_decay=cfg.weight_decay)
-    return build_update([group], cfg=cfg, num_steps=500, device=CPU, seed=3), weight
+    update = build_update([group], cfg=cfg, num_steps=500, device=CPU)
+    update.seed_noise(3)
+    return update, weight
 
 
 def apply(update: Update, weight: nn.Parameter, gradient: Tensor, *, refuse: float = 0.0) -> None:

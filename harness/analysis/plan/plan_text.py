@@ -12,7 +12,7 @@ from harness.analysis.plan.plan import Fp8, Plan
 from harness.analysis.plan.traffic import LINK_EFFICIENCY, CollectiveKind
 from harness.analysis.plan.work import RATES
 from harness.checkpoint.ring_cost import RollbackCost
-from harness.config.optim import OptimizerKind
+from harness.config.optim import MomentDtype, OptimizerKind
 from harness.config.precision import Fp8Engine
 
 WIDTH = 18
@@ -33,7 +33,7 @@ PARTS = {
     "logits": "one chunk of the loss, and the head's gradient",
     "other": "batch and workspaces",
 }
-MUON_MOMENTS = "one of Muon's in fp32 for matrices, both of AdamW's for the rest, this rank's shard"
+MUON_MOMENTS = "one of Muon's for matrices, both of AdamW's for the rest, this rank's shard"
 KERNELS = {
     "gemm_s": "GEMM in blocks",
     "attention_s": "attention",
@@ -125,8 +125,9 @@ def _stages(plan: Plan) -> dict[str, str]:
 
 def _memory(plan: Plan) -> dict[str, str]:
     parts = asdict(plan.memory.parts)
-    moments = MUON_MOMENTS if plan.optimizer is OptimizerKind.muon else PARTS["moments"]
-    texts = PARTS | {"moments": f"{plan.moment_dtype}, {moments}"}
+    has_muon = plan.optimizer is OptimizerKind.muon
+    dtype = "bf16 (Muon's fp32)" if has_muon and plan.moment_dtype is MomentDtype.bf16 else str(plan.moment_dtype)
+    texts = PARTS | {"moments": f"{dtype}, {MUON_MOMENTS if has_muon else PARTS['moments']}"}
     rows = {name.replace("_", " "): f"{_gb(parts[name]):>7} GB  {what}" for name, what in texts.items()}
     rows["outside"] = f"{_gb(plan.memory.outside_bytes):>7} GB  CUDA context, NCCL, fragmentation"
     allowed = plan.memory_allowed_bytes
