@@ -27,6 +27,7 @@ from harness.core.rundir import RunDir, config_digest
 from harness.data.batches import Batches
 from harness.data.order.ledger import Ledger
 from harness.data.sources import RecordedData, describe_eod_token, make_rare_index, open_data
+from harness.distributed.activation_offload import ActivationOffload
 from harness.distributed.collectives import all_reduce_min, gather_results, run_on_all_ranks, run_on_rank_zero
 from harness.distributed.compute_clock import ComputeClock
 from harness.distributed.determinism import DeterministicSettings
@@ -122,6 +123,8 @@ def build(cfg: Config, world: World, run: RunDir, *, shares_snapshots: bool = Fa
         fp8_layers = convert_to_fp8(model.blocks, cfg.precision)
     parallel = resolve_resharding(cfg)
     comm_stats = shard(model, model.blocks, world=world, cfg=parallel, precision=fsdp_policy(cfg.precision.kind))
+    if parallel.activation_offload:
+        model.offload = ActivationOffload(len(model.blocks), world.device)
     model.to_empty(device=world.device)
     initialize(model, cfg.model, seed=cfg.run.seed)
 
@@ -148,6 +151,7 @@ def build(cfg: Config, world: World, run: RunDir, *, shares_snapshots: bool = Fa
         world=world,
         comm_stats=comm_stats,
     )
+    update.seed_noise(cfg.run.seed)
     loss_scale = build_loss_scale(cfg.precision, world.device)
     gate = Gate(
         cfg.sentinel.detect,

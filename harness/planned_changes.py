@@ -1,9 +1,10 @@
 """Planned changes of the data and of the schedule: where they begin, and for how long the gate's bounds are wider.
 
 A data phase that the user configured raises the loss like a bad batch does, but it is known in advance. A window
-follows each planned change: a phase of `data.phases`, a source switched off by the policy, batches given back (both in
-the ledger), different data after `run.resume=changed`, and the step at which a WSD schedule begins to decay. Windows
-follow from config, ledger and cursor, which all ranks share, so all ranks widen the bounds of the same steps.
+follows each planned change: a phase of `data.phases`, a larger batch (`train.batch_size_warmup`), another precision
+(`precision.phases`), a source switched off by the policy, batches given back (both in the ledger), different data or
+another batch size after `run.resume=changed`, and the step at which a WSD schedule begins to decay. Windows follow from
+config, ledger and cursor, which all ranks share, so all ranks widen the bounds of the same steps.
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ def windows(cfg: Config, ledger: Ledger) -> list[Window]:
     if length == 0:
         return []
     starts = [(phase.from_batch, "a phase of data.phases begins") for phase in cfg.data.phases]
+    starts += [
+        (batch, f"train.batch_size_warmup raises the batch to {size} sequences")
+        for batch, size in train.size_stages()[1:]
+    ]
+    starts += [(phase.from_batch, f"precision.phases switches to {phase.kind}") for phase in cfg.precision.phases]
     starts += [(entry.from_batch, "the ledger changes the weights of sources") for entry in ledger.reweightings]
     starts += [(entry.from_batch, "batches are given back") for entry in ledger.revocations if not entry.is_repeat]
     found = [Window(first, first + length, reason) for first, reason in starts if first > 0]
@@ -56,11 +62,11 @@ class PlannedChanges:
     resumed: list[Window] = field(default_factory=list)
     announced: Window | None = None
 
-    def resume_with_other_data(self, cursor: int) -> None:
-        """Open a window at this batch, because the run was resumed with different data."""
+    def resume_with_other_data(self, cursor: int, *, reason: str = "the run was resumed with different data") -> None:
+        """Open a window at this batch, because the run was resumed with different data or batch sizes."""
         if self.cfg.sentinel.planned_batches:
             end = cursor + self.cfg.sentinel.planned_batches
-            self.resumed.append(Window(cursor, end, "the run was resumed with different data"))
+            self.resumed.append(Window(cursor, end, reason))
 
     def at(self, cursor: int, state: RunState) -> Window | None:
         """Return the newest window that contains the next step, or None."""

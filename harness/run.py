@@ -64,7 +64,7 @@ class Run:
             replicate=self.parts.world.replicate,
         )
         record.beta2 = self.cfg.optim.beta2 if facts.probed else None
-        logged = self.reporter.emit_step(record, posted_s=facts.posted_s)
+        logged = self.reporter.emit_step(record, posted_s=facts.posted_s, batch_tokens=facts.batch_tokens)
         self.heart.set_progress(logged)
         return logged
 

@@ -27,17 +27,17 @@ from harness.data.corpus.corpus_record import (
     DataRecord,
     FileRecord,
     SourceRecord,
-    append_batch_size,
     compare,
     join_first,
     next_pass,
     read_record,
+    replace_batch_sizes,
 )
 from harness.data.corpus.file_probe import ListedFile, list_files
 from harness.data.corpus.host_agreement import KeyedFile, agree_on_files
 from harness.data.order.ledger import Exclusion, Ledger
 from harness.data.order.mixture import BatchSize, Change
-from harness.data.sources import open_sources, train_recipe
+from harness.data.sources import configured_sizes, open_sources, train_recipe
 from harness.distributed.collectives import run_on_rank_zero
 from harness.distributed.world import World
 
@@ -116,7 +116,7 @@ def plan_data(cfg: Config) -> RunData:
     refuse_broken(compared)
     kept = {name: recorded.sources.get(name, source) for name, source in now.sources.items()}
     kept |= {name: replace(kept[name], files=each.files[: -each.num_added or None]) for name, each in compared.items()}
-    record = DataRecord(sizes=admit_size(cfg, recorded, progress), sources=kept)
+    record = DataRecord(sizes=admit_sizes(cfg, settings, recorded, progress), sources=kept)
     for name, each in compared.items():
         if each.num_added:
             record = add_files(cfg, run, record, name, each, from_batch=progress.furthest)
@@ -158,7 +158,7 @@ def first_record(cfg: Config) -> DataRecord:
         is_text = source.kind is DataKind.embedded
         text = EmbeddedCorpus(cfg.train.sequence_length).fingerprint() if is_text else ""
         sources[name] = SourceRecord(files=tuple(map(as_record, listed.get(name, []))), text=text)
-    return DataRecord(sizes=(BatchSize(0, cfg.train.batch_size),), sources=sources)
+    return DataRecord(sizes=configured_sizes(cfg), sources=sources)
 
 
 def as_record(file: ListedFile) -> FileRecord:
@@ -196,19 +196,24 @@ def refuse_fixed(settings: dict[str, tuple[Any, Any]], recorded: DataRecord, now
         require(is_same, f"data.sources.{name}.kind", f"{message}; use that Python, {NEW_RUN}")
 
 
-def admit_size(cfg: Config, recorded: DataRecord, progress: Progress) -> tuple[BatchSize, ...]:
-    """Append the new batch size to the sizes of the run; it applies from the batch where the run resumes.
+def admit_sizes(
+    cfg: Config, settings: dict[str, tuple[Any, Any]], recorded: DataRecord, progress: Progress
+) -> tuple[BatchSize, ...]:
+    """Add new batch sizes to those of the run; they apply from the batch where the run resumes.
 
-    If later batches are excluded, it applies after them, so that they stay excluded sample for sample.
+    If later batches are excluded, they apply after them, so that those stay excluded sample for sample. A stage of a
+    new warm-up keeps its batch indices: what lies before the resumed batch stays as it was.
     """
     then, now = recorded.sizes[-1].batch_size, cfg.train.batch_size
-    if then == now:
+    is_other_warmup = any(key.startswith("train.batch_size_warmup") for key in settings)
+    if then == now and not is_other_warmup:
         return recorded.sizes
     message = f"was {then} when the run was last started, is {now}"
     require(cfg.run.resume is ResumePolicy.changed, "train.batch_size", f"{message}; run.resume=changed admits it")
     limited = f"{message}, but the limits of data.stratify hold for batches of one size; keep it, {NEW_RUN}"
     require(cfg.data.stratify.rare_below == 0, "train.batch_size", limited)
-    return append_batch_size(recorded.sizes, now, from_batch=max(progress.resumes_at, progress.excluded))
+    from_batch = max(progress.resumes_at, progress.excluded)
+    return replace_batch_sizes(recorded.sizes, configured_sizes(cfg), from_batch=from_batch)
 
 
 def with_probes(name: str, source: SourceRecord, probes: Sequence[str]) -> SourceRecord:

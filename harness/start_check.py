@@ -27,7 +27,7 @@ from harness.distributed.bit_digests import digest_bits
 from harness.distributed.collectives import all_reduce_sum, gather_results
 from harness.distributed.shards import local
 from harness.sentinel.device.signals import SCALARS, SignalLayout
-from harness.step import forward_backward
+from harness.step import forward_backward, use_planned_precision
 
 FORWARD_PARTS = ("layer_squares", "scalars", "source_losses", "token_losses")
 """Parts of the signals that the forward pass gives, the earliest first."""
@@ -40,8 +40,10 @@ def check_determinism(parts: Parts, state: RunState, *, cfg: Config) -> str:
 
     Raises the same ConfigError on all ranks if anything differs on any rank.
     """
-    batch = parts.batches[parts.ledger.next_batch(state.cursor, state.given_back).batch]
+    place = parts.ledger.next_batch(state.cursor, state.given_back)
+    batch = parts.batches[place.batch]
     with unchanged_state(parts):
+        use_planned_precision(parts, place.position, cfg=cfg)
         first, second = (compute_digests(parts, batch, cfg=cfg) for _ in range(2))
     differs = first != second
     num_ranks = all_reduce_sum(differs.to(torch.float32)).tolist()  # sync: before the first step
@@ -64,7 +66,6 @@ def unchanged_state(parts: Parts) -> Iterator[None]:
     """Restore everything that a forward and backward pass changes; weights and moments it only reads."""
     fp8_layers, device = parts.fp8_layers, parts.world.device
     meters, in_fp8, waited_s = fp8_layers.table.clone(), fp8_layers.switch.is_on, parts.comm_stats.waited_s
-    fp8_layers.use_fp8(not parts.sentinel.policy.in_fallback)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
     fp8_layers.table.copy_(meters)

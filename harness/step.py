@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from harness.build import Parts
+from harness.config.precision import PrecisionKind
 from harness.config.schema import Config
 from harness.core.events import EvalRecord
 from harness.core.state import RunState
@@ -23,6 +24,12 @@ from harness.model.transformer import Output
 from harness.recomputation import add_stored_gradients, compare_computations, discarding, fetch_rows
 from harness.sentinel.device.gate import GateDecision
 from harness.sentinel.device.step_report import Totals, pack_report, totals
+
+
+def use_planned_precision(parts: Parts, position: int, *, cfg: Config) -> None:
+    """Compute in fp8 from now on if `precision.phases` plans it for this batch and the policy has not fallen back."""
+    is_planned = cfg.precision.kind_at(position) is PrecisionKind.fp8
+    parts.fp8_layers.use_fp8(is_planned and not parts.sentinel.policy.in_fallback)
 
 
 def forward_backward(parts: Parts, batch: Batch, *, cfg: Config, probe: bool, recompute: int | None = None) -> None:

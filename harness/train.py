@@ -51,7 +51,15 @@ from harness.run import Ending, Run
 from harness.run_corpus import resolve_run_data
 from harness.sentinel.device.step_report import HostFacts
 from harness.start_check import check_determinism
-from harness.step import apply_update, evaluate, forward_backward, gate, measure_held_out, reduce_signals
+from harness.step import (
+    apply_update,
+    evaluate,
+    forward_backward,
+    gate,
+    measure_held_out,
+    reduce_signals,
+    use_planned_precision,
+)
 from harness.telemetry.event_reporter import EventReporter
 from harness.telemetry.heartbeat import Heartbeat, Phase
 from harness.telemetry.manifest import write_manifest
@@ -75,7 +83,7 @@ def train(run: Run) -> Ending:
         if event := parts.planned.announce(window, place.batch, state):
             run.reporter.note(event)
         batch = parts.batches[place.batch]
-        branches = choose_branches(run, place.batch, planned=window is not None)
+        branches = choose_branches(run, place.batch, position=place.position, planned=window is not None)
 
         forward_backward(parts, batch, cfg=cfg, probe=branches.probe, recompute=branches.recompute)
         add_host_signals(run, batch, branches, started_s=started_s)
@@ -84,7 +92,7 @@ def train(run: Run) -> Ending:
         parts.ring.finish_copy()
         report = apply_update(parts, signals, decision)
 
-        num_tokens = parts.batches.size(place.batch) * cfg.train.sequence_length
+        num_tokens = parts.batches.size(place.batch) * parts.batches.sequence_length
         state.advance(next_cursor=place.cursor, given_back=place.given_back, tokens=num_tokens)
         parts.mailbox.post(host_facts(parts, state, batch, branches), report)
         with run.heart.during(Phase.save):
@@ -125,10 +133,14 @@ class Branches(NamedTuple):
     """Whose rows are computed again and compared: those of the rank that many places on; None: nobody's."""
 
 
-def choose_branches(run: Run, cursor: int, *, planned: bool = False) -> Branches:
-    """Choose the branches of the coming step, and switch fp8 and QK-clip on or off as the policy wants it."""
+def choose_branches(run: Run, cursor: int, *, position: int | None = None, planned: bool = False) -> Branches:
+    """Choose the branches of the coming step, and switch fp8 and QK-clip on or off as the policy and `precision.phases`
+    want it.
+
+    `position`: where the run is, if the batch was given back from an earlier place.
+    """
     cfg, parts, state = run.cfg, run.parts, run.state
-    parts.fp8_layers.use_fp8(not parts.sentinel.policy.in_fallback)
+    use_planned_precision(parts, cursor if position is None else position, cfg=cfg)
     if parts.sentinel.policy.clips_logits:
         parts.qk_clip.limit_logits(cfg.sentinel.detect.logit_bound)
     return Branches(
@@ -194,6 +206,7 @@ def host_facts(parts: Parts, state: RunState, batch: Batch, branches: Branches) 
         in_fp8=branches.in_fp8,
         in_planned_change=branches.planned,
         stride=parts.batches.compared_stride(branches.cursor) or 1,
+        batch_tokens=parts.batches.size(branches.cursor) * parts.batches.sequence_length,
         recomputed=branches.recompute,
     )
 
@@ -308,6 +321,10 @@ def run_opened(
             reporter.emit(event)
         if any(key.startswith("data.") for key in opened.changes):
             parts.planned.resume_with_other_data(state.cursor)
+        elif any(key.startswith("train.batch_size") for key in opened.changes):
+            parts.planned.resume_with_other_data(state.cursor, reason="the run was resumed with another batch size")
+        if world.is_first and (dtypes := opened.changes.get("optim.moment_dtype")) and state.step:
+            print(f"optim.moment_dtype: the moments of step {state.step} were {dtypes[0]}, are {dtypes[1]}", flush=True)
         if opened.changes:
             reporter.emit(rundir.make_config_change_event(opened.changes, iteration=state.iteration))
         run = outfit(

@@ -245,3 +245,18 @@ def test_a_source_without_a_record_is_read_from_the_config(shards: Path) -> None
     record = recorded_data(config(shards, more), run)
     assert isinstance(record, DataRecord)
     assert list(record.sources) == ["main", "more"]
+
+
+def test_a_batch_size_warmup_is_recorded_and_continues_the_same_order(shards: Path) -> None:
+    stages = "train.batch_size_warmup=[{until_batch: 4, batch_size: 2}, {until_batch: 9, batch_size: 4}]"
+    constant, cfg = config(shards), config(shards, stages)
+    expected = windows(constant, RecordedData(None, None), range(10))
+    assert windows(cfg, RecordedData(None, None), range(15)) == expected[: 4 * 2 + 5 * 4 + 6 * 8], "the same samples"
+    run = start_run(cfg, cursor=5)
+    sizes = (BatchSize(0, 2), BatchSize(4, 4), BatchSize(9, 8))
+    assert plan_data(cfg).record.sizes == sizes
+    later = config(shards, stages.replace("until_batch: 9", "until_batch: 7"), "run.resume=changed")
+    assert restart_run(later).record.sizes == (BatchSize(0, 2), BatchSize(4, 4), BatchSize(7, 8))
+    none = config(shards, "run.resume=changed")
+    assert plan_data(none).record.sizes == (BatchSize(0, 2), BatchSize(4, 4), BatchSize(5, 8))
+    assert windows(later, read_recorded_data(run), range(10)) == expected[: 4 * 2 + 3 * 4 + 3 * 8]

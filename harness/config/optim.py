@@ -18,6 +18,14 @@ class OptimizerKind(StrEnum):
     muon = "muon"
 
 
+class MomentDtype(StrEnum):
+    """Number format of AdamW's moments."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    """Half the memory and half the traffic; rounded stochastically, so that small changes are not lost."""
+
+
 class ScheduleKind(StrEnum):
     """Shape of the learning-rate schedule after the warm-up."""
 
@@ -84,6 +92,8 @@ class OptimConfig:
     """Steps of the final decay of schedule wsd; other schedules ignore it."""
     min_lr_fraction: float
     """Final learning rate of cosine, wsd and linear, as a fraction of lr."""
+    moment_dtype: MomentDtype = MomentDtype.fp32
+    """Number format of AdamW's moments, on the device, in snapshots and in checkpoints. Muon's momentum stays fp32."""
     muon: MuonConfig = field(default_factory=MuonConfig)
 
     def __post_init__(self) -> None:

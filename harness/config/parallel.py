@@ -37,6 +37,9 @@ class ParallelConfig:
     more than a tenth of the device's memory."""
     activation_checkpointing: ActivationCheckpointing
     """none; selective: keep the outputs of matmuls and attention, recompute the rest; full: keep only block inputs."""
+    activation_offload: bool = False
+    """Keep the activations that the blocks save for backward in pinned host memory meanwhile; the device holds those of
+    about two blocks. Exact. Combines with activation_checkpointing: with full, only the blocks' inputs are copied."""
     compile: bool
     """torch.compile each block (needs a C++ compiler on CPU)."""
     timeout_s: float
@@ -44,6 +47,12 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         require(self.replicate >= 1, "parallel.replicate", f"must be at least 1, got {self.replicate}")
+        message = "must be false with activation_checkpointing=selective and compile=false: torch keeps the selected "
+        message += "tensors outside autograd, where they cannot be moved; use none or full, or compile=true"
+        is_selective = self.activation_checkpointing is ActivationCheckpointing.selective
+        require(
+            not (self.activation_offload and is_selective and not self.compile), "parallel.activation_offload", message
+        )
         require(self.timeout_s > 0, "parallel.timeout_s", f"must be positive, got {self.timeout_s}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from harness.config.errors import require
@@ -67,6 +67,18 @@ class Fp8Config:
 
 
 @dataclass(slots=True, kw_only=True)
+class PrecisionPhase:
+    """A planned change of the precision of an fp8 run."""
+
+    from_batch: int = 0
+    """The first batch index of the phase."""
+    from_fraction: float | None = None
+    """The same as a fraction of train.num_steps, above 0 and below 1; if set, it replaces from_batch."""
+    kind: PrecisionKind
+    """bf16 or fp8."""
+
+
+@dataclass(slots=True, kw_only=True)
 class PrecisionConfig:
     """Number formats and loss scaling."""
 
@@ -77,8 +89,34 @@ class PrecisionConfig:
     """fp16 only: loss scale of the first step."""
     loss_scale_growth_interval: int
     """fp16 only: clean steps after which the loss scale doubles; an overflow halves it at once."""
+    phases: list[PrecisionPhase] = field(default_factory=list)
+    """fp8 only: planned changes between fp8 and bf16, in order of batch index: {from_batch or from_fraction, kind}; the
+    run starts in fp8. {from_fraction: 0.9, kind: bf16}: bf16 for the last tenth of the run."""
 
     def __post_init__(self) -> None:
         scale, interval = self.initial_loss_scale, self.loss_scale_growth_interval
         require(scale > 0, "precision.initial_loss_scale", f"must be positive, got {scale}")
         require(interval >= 1, "precision.loss_scale_growth_interval", f"must be at least 1, got {interval}")
+        message = f"must be empty with precision={self.kind}: only a run in fp8 changes its precision"
+        require(not self.phases or self.kind is PrecisionKind.fp8, "precision.phases", message)
+
+    def resolve_phases(self, num_steps: int) -> None:
+        """Compute the first batch of each phase that is given as a fraction of the run, and check their order."""
+        earlier, kind = 0, self.kind
+        for number, phase in enumerate(self.phases):
+            key, fraction = f"precision.phases[{number}]", phase.from_fraction
+            if fraction is not None:
+                message = f"must be above 0 and below 1, got {fraction}"
+                require(0 < fraction < 1, f"{key}.from_fraction", message)
+                phase.from_batch = round(fraction * num_steps)
+            message = f"must be above {earlier}, the start of the phase before, got {phase.from_batch}"
+            require(phase.from_batch > earlier, f"{key}.from_batch", message)
+            valid = phase.kind in (PrecisionKind.bf16, PrecisionKind.fp8) and phase.kind is not kind
+            other = PrecisionKind.bf16 if kind is PrecisionKind.fp8 else PrecisionKind.fp8
+            message = f"must be {other}, because the phase before is in {kind}, got {phase.kind}"
+            require(valid, f"{key}.kind", message)
+            earlier, kind = phase.from_batch, phase.kind
+
+    def kind_at(self, batch: int) -> PrecisionKind:
+        """The planned precision of a batch."""
+        return next((phase.kind for phase in reversed(self.phases) if phase.from_batch <= batch), self.kind)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from harness.config.errors import require
@@ -61,6 +61,16 @@ class RunConfig:
 
 
 @dataclass(slots=True, kw_only=True)
+class BatchSizeStage:
+    """A part of the batch-size warm-up."""
+
+    until_batch: int
+    """The first batch index after this stage."""
+    batch_size: int
+    """Sequences in one global batch of this stage."""
+
+
+@dataclass(slots=True, kw_only=True)
 class TrainConfig:
     """Length of the run and size of its batches."""
 
@@ -75,6 +85,9 @@ class TrainConfig:
     micro_batch_size: int | None
     """Maximum sequences in one forward pass of one rank; null: the rank's whole share of the batch. All passes have the
     same size: if this does not divide the share, they are smaller, and padded with rows that do not count."""
+    batch_size_warmup: list[BatchSizeStage] = field(default_factory=list)
+    """Smaller global batches at the start of the run, in order: {until_batch: first batch index after the stage,
+    batch_size: sequences}. Afterwards train.batch_size holds. Learning rate and train.num_steps still count updates."""
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "batch_size", "sequence_length"):
@@ -88,6 +101,39 @@ class TrainConfig:
             message = f"must be a multiple of train.sequence_length={self.sequence_length}, got {self.batch_tokens}"
             require(fits, "train.batch_tokens", message)
             self.batch_size = self.batch_tokens // self.sequence_length
+        check_warmup(self)
+
+    def size_stages(self) -> list[tuple[int, int]]:
+        """(first batch index, global batch size) of each part of the run, the last one without an end."""
+        starts = [0, *(stage.until_batch for stage in self.batch_size_warmup)]
+        return list(
+            zip(starts, [*(stage.batch_size for stage in self.batch_size_warmup), self.batch_size], strict=True)
+        )
+
+    def num_tokens(self) -> int:
+        """Tokens of the run if no batch is skipped and no update is rejected."""
+        starts = [min(start, self.num_steps) for start, _ in self.size_stages()]
+        ends = [*starts[1:], self.num_steps]
+        sizes = [size for _, size in self.size_stages()]
+        rows = sum((end - start) * size for start, end, size in zip(starts, ends, sizes, strict=True))
+        return rows * self.sequence_length
+
+
+def check_warmup(train: TrainConfig) -> None:
+    """Check that the stages of the batch-size warm-up are in order, grow, and consist of whole micro-batches."""
+    until, size, micro = 0, 0, train.micro_batch_size or 1
+    for number, stage in enumerate(train.batch_size_warmup):
+        key = f"train.batch_size_warmup[{number}]"
+        message = f"must be above {until}, the first batch of the stage, got {stage.until_batch}"
+        require(stage.until_batch > until, f"{key}.until_batch", message)
+        message = f"must be above {size} and below train.batch_size={train.batch_size}, got {stage.batch_size}"
+        require(size < stage.batch_size < train.batch_size, f"{key}.batch_size", message)
+        message = f"must be a multiple of train.micro_batch_size={micro}, got {stage.batch_size}"
+        require(stage.batch_size % micro == 0, f"{key}.batch_size", message)
+        until, size = stage.until_batch, stage.batch_size
+    if train.batch_size_warmup:
+        message = f"must be a multiple of train.micro_batch_size={micro} with a batch-size warm-up, got"
+        require(train.batch_size % micro == 0, "train.batch_size", f"{message} {train.batch_size}")
 
 
 @dataclass(slots=True, kw_only=True)

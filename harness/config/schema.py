@@ -53,8 +53,12 @@ class Config:
             require(optim.decay_steps <= limit, "optim.decay_steps", message)
         if self.precision.kind is PrecisionKind.fp8:
             check_fp8(self)
+            self.precision.resolve_phases(train.num_steps)
         if self.run.deterministic and (reason := find_nondeterminism(self)):
             raise ConfigError("run.deterministic", f"must be false with {reason}")
+        message = "must be empty with data.stratify.rare_below, whose limits hold for batches of one size"
+        is_possible = not (train.batch_size_warmup and self.data.stratify.rare_below)
+        require(is_possible, "train.batch_size_warmup", message)
         eod = self.data.eod_token
         message = f"must be an id in 0 .. {model.vocab_size - 1} (model.vocab_size), or null, got {eod}"
         require(eod is None or 0 <= eod < model.vocab_size, "data.eod_token", message)
@@ -105,16 +109,21 @@ def check_world(cfg: Config, world_size: int) -> None:
     )
     message = f"must be at least the number of ranks ({world_size}), one sequence per rank, got {batch}"
     require(batch >= world_size, "train.batch_size", message)
+    for number, stage in enumerate(cfg.train.batch_size_warmup):
+        message = f"must be at least the number of ranks ({world_size}), got {stage.batch_size}"
+        require(stage.batch_size >= world_size, f"train.batch_size_warmup[{number}].batch_size", message)
     require_ranks("profile.ranks", cfg.profile.ranks, world_size)
     if cfg.precision.kind is PrecisionKind.fp8:
-        rows = sharing(cfg, world_size).micro_batch_slots
-        tokens = rows * cfg.train.sequence_length
-        message = f"must give micro-batches of a multiple of {FP8_SIDE} tokens for precision=fp8, "
-        message += f"gives {rows} sequences ({tokens} tokens) on {world_size} ranks"
-        require(tokens % FP8_SIDE == 0, "train.micro_batch_size", message)
+        for _, size in cfg.train.size_stages():
+            rows = sharing(cfg, world_size, batch_size=size).micro_batch_slots
+            tokens = rows * cfg.train.sequence_length
+            message = f"must give micro-batches of a multiple of {FP8_SIDE} tokens for precision=fp8, "
+            message += f"gives {rows} sequences ({tokens} tokens) on {world_size} ranks"
+            require(tokens % FP8_SIDE == 0, "train.micro_batch_size", message)
 
 
-def sharing(cfg: Config, world_size: int) -> Sharing:
-    """The split of the global batch over `world_size` ranks."""
+def sharing(cfg: Config, world_size: int, *, batch_size: int | None = None) -> Sharing:
+    """The split of the global batch over `world_size` ranks; `batch_size` is that of a stage of the warm-up."""
     train = cfg.train
-    return Sharing(batch_size=train.batch_size, world_size=world_size, micro_batch_size=train.micro_batch_size)
+    size = train.batch_size if batch_size is None else batch_size
+    return Sharing(batch_size=size, world_size=world_size, micro_batch_size=train.micro_batch_size)

@@ -218,6 +218,11 @@ class Batches:
         index, _, number = min((*end, number) for number, end in enumerate(ends) if end is not None)
         return index, self.sources[number]
 
+    @property
+    def sequence_length(self) -> int:
+        """Tokens that a row predicts."""
+        return self._num_tokens - 1
+
     def size(self, index: int) -> int:
         """Rows of the global batch with that index; a run may change its batch size."""
         return self._sizes.at(index)

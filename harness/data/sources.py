@@ -25,7 +25,7 @@ from harness.data.corpus.corpus_record import DataRecord, SourceRecord, later_st
 from harness.data.corpus.document_ends import contains_token, num_searched
 from harness.data.corpus.token_windows import FilesCorpus
 from harness.data.order.ledger import Ledger
-from harness.data.order.mixture import Change, MixtureRecipe
+from harness.data.order.mixture import BatchSize, Change, MixtureRecipe
 from harness.data.order.rare_token_rows import ScannedSource, rare_tokens, write_rare_index
 from harness.data.order.stratify import OrderStage, StratifiedOrder, StratifiedSource
 
@@ -172,10 +172,15 @@ def source_seed(cfg: Config, name: str) -> int:
 def train_recipe(cfg: Config, record: DataRecord | None = None) -> MixtureRecipe:
     """The mixture that the run trains on."""
     changes = [Change(phase.from_batch, phase.weights) for phase in cfg.data.phases]
-    sizes = () if record is None else record.sizes
+    sizes = configured_sizes(cfg) if record is None else record.sizes
     return MixtureRecipe(
         weights=source_weights(cfg), changes=changes, batch_size=cfg.train.batch_size, seed=cfg.run.seed, sizes=sizes
     )
+
+
+def configured_sizes(cfg: Config) -> tuple[BatchSize, ...]:
+    """The batch sizes of a run that keeps its configuration."""
+    return tuple(BatchSize(*stage) for stage in cfg.train.size_stages())
 
 
 def held_out_recipe(cfg: Config, *, batch_size: int | None = None) -> MixtureRecipe:

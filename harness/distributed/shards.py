@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
@@ -35,6 +37,12 @@ def local_rows(tensor: Tensor) -> Tensor:
             parts, index = rows.chunk(tensor.device_mesh.size(axis)), tensor.device_mesh.get_local_rank(axis)
             rows = parts[index] if index < len(parts) else rows[:0]
     return rows
+
+
+def first_element(tensor: Tensor) -> int:
+    """Index in the whole tensor, in row-major order, of the first element of this rank's shard; 0 for an empty one."""
+    rows = local_rows(tensor) if tensor.ndim else ()
+    return int(rows[0]) * prod(tensor.shape[1:]) if len(rows) else 0
 
 
 def local(tensor: Tensor) -> Tensor:

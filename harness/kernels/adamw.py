@@ -13,7 +13,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from harness.kernels.multi_tensor import BLOCK, PIECE, build_table, empty_sums, find_piece, load_entry, reduce_sums
+from harness.kernels.multi_tensor import (
+    BLOCK,
+    PIECE,
+    Table,
+    build_table,
+    empty_sums,
+    find_piece,
+    load_entry,
+    make_table,
+    offsets_from,
+    reduce_sums,
+)
+
+MULTIPLIER1, MULTIPLIER2 = tl.constexpr(0x7FEB352D), tl.constexpr(0x846CA68B)
+"""Of the hash in `harness.optim.stochastic_rounding`."""
+KEPT_BITS, EXPONENT = tl.constexpr(0xFFFF0000), tl.constexpr(0x7F800000)
+"""Bits of fp32 that bf16 has, and its exponent."""
 
 
 def step_adamw(
@@ -37,15 +53,45 @@ def step_adamw(
     return before, after, squares.sum()
 
 
+def step_adamw_bf16(
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    firsts: Sequence[Tensor],
+    seconds: Sequence[Tensor],
+    terms: Tensor,
+    keys: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`step_adamw` with moments in bf16, which are rounded stochastically (`harness.optim.stochastic_rounding`).
+
+    `keys`, one row per tensor: key of the noise in this update, index of the first element in the whole tensor; int32.
+    """
+    table = _table_with_moments([parameters, gradients], [firsts, seconds])
+    squares = empty_sums(table, 1)
+    bits = torch.empty(2, table.num_programs, dtype=torch.int32, device=squares.device)
+    grid = (table.num_programs,)
+    _step_adamw_bf16[grid](parameters[0], firsts[0], terms, keys, bits, squares, *table.arguments, BLOCK)
+    before, after = bits.sum(dim=1)
+    return before, after, squares.sum()
+
+
+def _table_with_moments(lists: Sequence[Sequence[Tensor]], moments: Sequence[Sequence[Tensor]]) -> Table:
+    """A table as of `build_table`; offsets of the moments are from the first moment, in values of their dtype."""
+    base, moment_base = lists[0][0], moments[0][0]
+    counts = tuple(tensor.numel() for tensor in lists[0])
+    offsets = [offsets_from(tensors, base) for tensors in lists]
+    offsets += [offsets_from(tensors, moment_base) for tensors in moments]
+    return make_table((counts, *offsets), counts, base, moment_base)
+
+
 def sum_state(
     weights: Sequence[Tensor], firsts: Sequence[Tensor], seconds: Sequence[Tensor], correction: Tensor, *, eps: float
 ) -> Tensor:
     """[tensors, 4]: sums of squared weights, of second moments, of squared second moments, and of squared
-    first / (sqrt(second / correction) + eps); all contiguous and in fp32."""
-    table = build_table(weights, firsts, seconds)
+    first / (sqrt(second / correction) + eps); all contiguous, weights in fp32, moments in fp32 or bf16."""
+    table = _table_with_moments([weights], [firsts, seconds])
     sums = empty_sums(table, 4)
     terms = torch.stack([correction, torch.full_like(correction, eps)])
-    _sum_state[(table.num_programs,)](weights[0], terms, sums, *table.arguments, BLOCK)
+    _sum_state[(table.num_programs,)](weights[0], firsts[0], terms, sums, *table.arguments, BLOCK)
     return reduce_sums(sums, table)
 
 
@@ -90,29 +136,99 @@ def _step_adamw(
 
 
 @triton.jit
+def _mix(values):
+    """`harness.optim.stochastic_rounding.mix`, on uint32."""
+    values = (values ^ (values >> 16)) * MULTIPLIER1
+    values = (values ^ (values >> 15)) * MULTIPLIER2
+    return values ^ (values >> 16)
+
+
+@triton.jit
+def _round_to_bf16(values, noise):
+    """`harness.optim.stochastic_rounding.round_to_bf16`."""
+    bits = values.to(tl.uint32, bitcast=True)
+    rounded = (bits + noise) & KEPT_BITS
+    is_finite = (bits & EXPONENT) != EXPONENT
+    return tl.where(is_finite, rounded, bits).to(tl.float32, bitcast=True).to(tl.bfloat16)
+
+
+@triton.jit
+def _step_adamw_bf16(
+    base,
+    moments,
+    terms,
+    keys,
+    bits,
+    squares,
+    table,
+    num_tensors,
+    max_tensors: tl.constexpr,
+    unit: tl.constexpr,
+    block: tl.constexpr,
+):
+    number, begin = find_piece(table, num_tensors, max_tensors)
+    count = load_entry(table, 1, number, num_tensors, unit)
+    parameter = base + load_entry(table, 2, number, num_tensors, unit)
+    gradient = base + load_entry(table, 3, number, num_tensors, unit)
+    first = moments + load_entry(table, 4, number, num_tensors, unit)
+    second = moments + load_entry(table, 5, number, num_tensors, unit)
+    row = terms + number * 8
+    skip = tl.load(row) != 0
+    divisor, decay, step_size, correction2 = tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
+    weight1, weight2, eps = tl.load(row + 5), tl.load(row + 6), tl.load(row + 7)
+    key = tl.load(keys + number * 2).to(tl.uint32, bitcast=True)
+    first_index = tl.load(keys + number * 2 + 1).to(tl.uint32, bitcast=True)
+    before, square = tl.zeros((block,), tl.int32), tl.zeros((block,), tl.float32)
+    after = before
+    for start in range(begin, tl.minimum(begin + PIECE, count), block):
+        at = start + tl.arange(0, block)
+        inside = at < count
+        updated = tl.load(parameter + at, mask=inside, other=0.0)
+        before += updated.to(tl.int32, bitcast=True)  # wraps around
+        if not skip:
+            grad = tl.load(gradient + at, mask=inside, other=0.0) / divisor
+            exp_avg = tl.load(first + at, mask=inside, other=0.0).to(tl.float32)
+            exp_avg += (grad - exp_avg) * weight1
+            exp_avg_sq = tl.load(second + at, mask=inside, other=0.0).to(tl.float32)
+            exp_avg_sq += (grad * grad - exp_avg_sq) * weight2
+            updated = updated * decay
+            updated -= step_size * exp_avg / (tl.sqrt_rn(exp_avg_sq) / correction2 + eps)
+            noise = _mix((at.to(tl.uint32) + first_index) ^ key)
+            tl.store(first + at, _round_to_bf16(exp_avg, noise & 0xFFFF), mask=inside)
+            tl.store(second + at, _round_to_bf16(exp_avg_sq, noise >> 16), mask=inside)
+            tl.store(parameter + at, updated, mask=inside)
+        after += tl.where(inside, updated.to(tl.int32, bitcast=True), 0)
+        square += tl.where(inside, updated * updated, 0.0)
+    out, num_programs = bits + tl.program_id(0), tl.num_programs(0)
+    tl.store(out, tl.sum(before))
+    tl.store(out + num_programs, tl.sum(after))
+    tl.store(squares + tl.program_id(0), tl.sum(square))
+
+
+@triton.jit
 def _sum_state(
-    base, terms, sums, table, num_tensors, max_tensors: tl.constexpr, unit: tl.constexpr, block: tl.constexpr
+    base, moments, terms, sums, table, num_tensors, max_tensors: tl.constexpr, unit: tl.constexpr, block: tl.constexpr
 ):
     number, begin = find_piece(table, num_tensors, max_tensors)
     count = load_entry(table, 1, number, num_tensors, unit)
     weight = base + load_entry(table, 2, number, num_tensors, unit)
-    first = base + load_entry(table, 3, number, num_tensors, unit)
-    second = base + load_entry(table, 4, number, num_tensors, unit)
+    first = moments + load_entry(table, 3, number, num_tensors, unit)
+    second = moments + load_entry(table, 4, number, num_tensors, unit)
     correction, eps = tl.load(terms), tl.load(terms + 1)
     weights = tl.zeros((block,), tl.float32)
-    moments, squares, directions = weights, weights, weights
+    sum_seconds, squares, directions = weights, weights, weights
     for start in range(begin, tl.minimum(begin + PIECE, count), block):
         at = start + tl.arange(0, block)
         inside = at < count
         value = tl.load(weight + at, mask=inside, other=0.0)
-        moment = tl.load(second + at, mask=inside, other=0.0)
-        step = tl.load(first + at, mask=inside, other=0.0) / (tl.sqrt_rn(moment / correction) + eps)
+        moment = tl.load(second + at, mask=inside, other=0.0).to(tl.float32)
+        step = tl.load(first + at, mask=inside, other=0.0).to(tl.float32) / (tl.sqrt_rn(moment / correction) + eps)
         weights += value * value
-        moments += moment
+        sum_seconds += moment
         squares += moment * moment
         directions += step * step
     out = sums + tl.program_id(0) * 4
     tl.store(out, tl.sum(weights))
-    tl.store(out + 1, tl.sum(moments))
+    tl.store(out + 1, tl.sum(sum_seconds))
     tl.store(out + 2, tl.sum(squares))
     tl.store(out + 3, tl.sum(directions))

@@ -16,6 +16,7 @@ Left out: dropout, positions that restart in each document of a packed sequence,
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from harness.config.model import ModelConfig, NormKind, NormPlacement
+from harness.distributed.activation_offload import ActivationOffload
 from harness.distributed.bit_digests import BitDigests
 from harness.model.attention_layer import Attention, AttentionMask, LinearFactory, mask_documents, needs_causal_blocks
 from harness.model.attention_mask import causal_block_mask
@@ -215,6 +217,8 @@ class Transformer(nn.Module):
         self.register_buffer("cos", torch.empty(table_shape, dtype=torch.float32), persistent=False)
         self.register_buffer("sin", torch.empty(table_shape, dtype=torch.float32), persistent=False)
         self.init_buffers()
+        self.offload: ActivationOffload | None = None
+        """Keeps saved activations of the blocks in host memory; None: on the device."""
 
     def init_buffers(self) -> None:
         """Fill the rotary tables; call it again after `to_empty`, which leaves them uninitialized."""
@@ -301,11 +305,12 @@ class Transformer(nn.Module):
         if digests is not None:
             digests.add_output(0, hidden)
         for index, block in enumerate(self.blocks):
-            if measure_logits:
-                hidden, change, largest = block(hidden, change, cos, sin, mask, measure_logits=True)
-                logits.append(largest)
-            else:
-                hidden, change = block(hidden, change, cos, sin, mask)
+            with nullcontext() if self.offload is None else self.offload.saving(index, block, (cos, sin)):
+                if measure_logits:
+                    hidden, change, largest = block(hidden, change, cos, sin, mask, measure_logits=True)
+                    logits.append(largest)
+                else:
+                    hidden, change = block(hidden, change, cos, sin, mask)
             if digests is not None:
                 digests.add_output(index + 1, hidden, change)
             if probed is not None and index in self.sampled_layers:

@@ -3,6 +3,8 @@
 Why two: torch's kernel runs on every device; the other is faster on CUDA and needs Triton (`harness.kernels`).
 How: all inputs besides the shards' own tensors are scalars on the device, so there is no host sync. Both return
 sums over the weights before and after (`harness.optim.weight_digest`).
+Moments in bf16 are rounded stochastically (`harness.optim.stochastic_rounding`); the update itself uses them before
+they are rounded. torch's fused kernel cannot do that, so the first variant is plain torch then.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from harness.distributed.torch_private.foreach import foreach_add_
+from harness.optim.stochastic_rounding import RoundingNoise, element_noise, round_to_bf16
 from harness.optim.weight_digest import UpdateSums, sum_bits, sum_weights
 
 
@@ -42,9 +45,19 @@ class AdamWOptions(NamedTuple):
 
 
 def step_fused(
-    shards: Sequence[ParameterShard], options: AdamWOptions, *, skip_mask: Tensor, divisor: Tensor
+    shards: Sequence[ParameterShard],
+    options: AdamWOptions,
+    *,
+    skip_mask: Tensor,
+    divisor: Tensor,
+    noise: RoundingNoise | None = None,
 ) -> UpdateSums:
-    """Update each shard in place by its gradient / `divisor`; if `skip_mask` is 1, nothing changes by a bit."""
+    """Update each shard in place by its gradient / `divisor`; if `skip_mask` is 1, nothing changes by a bit.
+
+    `noise`: for moments in bf16; without it they are fp32.
+    """
+    if noise is not None:
+        return _step_rounded(shards, options, noise, skip_mask=skip_mask, divisor=divisor)
     parameters, gradients, firsts, seconds, steps = (list(column) for column in zip(*shards, strict=True))
     before = sum_bits(parameters)
     adamw(
@@ -68,16 +81,52 @@ def step_fused(
     return sum_weights(parameters)._replace(before=before)
 
 
+def _step_rounded(
+    shards: Sequence[ParameterShard],
+    options: AdamWOptions,
+    noise: RoundingNoise,
+    *,
+    skip_mask: Tensor,
+    divisor: Tensor,
+) -> UpdateSums:
+    """AdamW with moments in bf16, in plain torch."""
+    parameters = [shard.parameter for shard in shards]
+    before, is_kept = sum_bits(parameters), skip_mask > 0
+    foreach_add_([shard.step for shard in shards], [1 - skip_mask] * len(shards))
+    steps = [shard.step for shard in shards]
+    terms = _kernel_terms(torch.stack(steps), options, skip_mask=skip_mask, divisor=divisor)
+    for shard, key, begin, row in zip(shards, noise.keys(steps), noise.begins, terms, strict=True):
+        _, _, decay, step_size, correction2, weight1, weight2, eps = row.unbind()
+        gradient = shard.gradient / divisor
+        first, second = shard.first.float(), shard.second.float()
+        first += (gradient - first) * weight1
+        second += (gradient * gradient - second) * weight2
+        updated = shard.parameter * decay - step_size * first / (second.sqrt() / correction2 + eps)
+        bits1, bits2 = element_noise(key, begin, gradient)
+        shard.parameter.copy_(torch.where(is_kept, shard.parameter, updated))
+        shard.first.copy_(torch.where(is_kept, shard.first, round_to_bf16(first, bits1)))
+        shard.second.copy_(torch.where(is_kept, shard.second, round_to_bf16(second, bits2)))
+    return sum_weights(parameters)._replace(before=before)
+
+
 def step_triton(
-    shards: Sequence[ParameterShard], options: AdamWOptions, *, skip_mask: Tensor, divisor: Tensor
+    shards: Sequence[ParameterShard],
+    options: AdamWOptions,
+    *,
+    skip_mask: Tensor,
+    divisor: Tensor,
+    noise: RoundingNoise | None = None,
 ) -> UpdateSums:
     """The same on CUDA in one launch, without writing gradients; the last bits may differ from `step_fused`."""
-    from harness.kernels.adamw import step_adamw
+    from harness.kernels.adamw import step_adamw, step_adamw_bf16
 
     parameters, gradients, firsts, seconds, steps = (list(column) for column in zip(*shards, strict=True))
     foreach_add_(steps, [1 - skip_mask] * len(steps))  # one tensor for all would need a host sync
     terms = _kernel_terms(torch.stack(steps), options, skip_mask=skip_mask, divisor=divisor)
-    return UpdateSums(*step_adamw(parameters, gradients, firsts, seconds, terms))
+    if noise is None:
+        return UpdateSums(*step_adamw(parameters, gradients, firsts, seconds, terms))
+    keys = torch.stack([noise.keys(steps), noise.begins], dim=1)
+    return UpdateSums(*step_adamw_bf16(parameters, gradients, firsts, seconds, terms, keys))
 
 
 def sum_weights_triton(weights: Sequence[Tensor]) -> UpdateSums:

@@ -17,14 +17,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from harness.config.optim import OptimConfig, OptimizerKind
+from harness.config.optim import MomentDtype, OptimConfig, OptimizerKind
 from harness.distributed.collectives import all_reduce_sum
 from harness.distributed.reduce_scatter import CommStats
-from harness.distributed.shards import local
+from harness.distributed.shards import first_element, local
 from harness.distributed.world import World
 from harness.optim.adamw import AdamWOptions, ParameterShard, step_fused, step_triton, sum_weights_triton
 from harness.optim.muon import MatrixOptions, Muon
 from harness.optim.schedule import schedule_table
+from harness.optim.stochastic_rounding import RoundingNoise, make_noise
 from harness.optim.weight_digest import UpdateSums, WeightDigest, sum_weights
 
 LR_RECOVERY_RATE = 0.02
@@ -63,6 +64,8 @@ class Update:
     """Replicas of each shard; all of them contribute to a sum over ranks."""
     own_kernel: bool = False
     """Whether the Triton kernel runs the update; CUDA only."""
+    noise: Sequence[RoundingNoise | None] = ()
+    """Of each AdamW group, for moments in bf16; None: its moments are fp32."""
     lr_target: float = 1.0
     """Target of `lr_scale`: it falls at once and rises by `LR_RECOVERY_RATE` per update."""
 
@@ -115,6 +118,14 @@ class Update:
         if self.muon is not None:
             self.muon.lr.copy_(lr)
 
+    def seed_noise(self, seed: int) -> None:
+        """Set the seed of the noise that rounds moments in bf16; without effect on fp32."""
+        groups = groups_with(self.groups, OptimizerKind.adamw)
+        self.noise = [
+            None if noise is None else group_noise(group, seed=seed, device=self.step.device)
+            for group, noise in zip(groups, self.noise, strict=True)
+        ]
+
     def clear_gradients(self) -> None:
         """Free the gradients of all parameters."""
         for parameter in self.parameters.values():
@@ -139,11 +150,11 @@ class Update:
         dispatch. With Muon it is collective."""
         step = step_triton if self.own_kernel else step_fused
         sums = []
-        for options in self.adamw.param_groups:
+        for options, noise in zip(self.adamw.param_groups, self.noise, strict=True):
             beta1, beta2 = options["betas"]
             group_options = AdamWOptions(options["lr"], options["weight_decay"], beta1, beta2, options["eps"])
             shards = [self._shard(parameter) for parameter in options["params"]]
-            sums.append(step(shards, group_options, skip_mask=skip_mask, divisor=divisor))
+            sums.append(step(shards, group_options, skip_mask=skip_mask, divisor=divisor, noise=noise))
         if self.muon is not None:
             sums.append(self.muon.step(skip_mask=skip_mask, divisor=divisor))
         self.digest.on_update(UpdateSums.combine(sums))
@@ -184,6 +195,12 @@ def groups_with(groups: Sequence[Group], optimizer: OptimizerKind) -> list[Group
     return [group for group in groups if group.optimizer is optimizer]
 
 
+def group_noise(group: Group, *, seed: int, device: torch.device) -> RoundingNoise:
+    """The noise that rounds this rank's moments of a group."""
+    begins = [first_element(parameter) for parameter in group.parameters.values()]
+    return make_noise(seed, list(group.parameters), begins, device)
+
+
 def build_update(
     groups: Sequence[Group],
     *,
@@ -196,7 +213,7 @@ def build_update(
     comm_stats: CommStats | None = None,
 ) -> Update:
     """AdamW and Muon over their groups, with their moments allocated. `world`: needed if matrices with Muon are
-    sharded."""
+    sharded. Noise that rounds moments in bf16 has seed 0 until `seed_noise`."""
     adamw_groups, muon_groups = (groups_with(groups, kind) for kind in (OptimizerKind.adamw, OptimizerKind.muon))
     options = [
         {
@@ -207,12 +224,14 @@ def build_update(
         for group in adamw_groups
     ]
     adamw = torch.optim.AdamW(options, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=True)
+    is_rounded = cfg.moment_dtype is MomentDtype.bf16
+    dtype = torch.bfloat16 if is_rounded else torch.float32
     for group in adamw_groups:
         for parameter in group.parameters.values():
             adamw.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=device),
-                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                "exp_avg": torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format),
             }
     muon = None
     if muon_groups:
@@ -238,6 +257,7 @@ def build_update(
         digest=WeightDigest.start(device),
         replicate=replicate,
         own_kernel=own_kernel,
+        noise=[group_noise(group, seed=0, device=device) if is_rounded else None for group in adamw_groups],
     )
     update.measure_digest()
     return update

@@ -61,9 +61,9 @@ class EventReporter:
         """Report an event that took no training time."""
         self._report(event)
 
-    def emit_step(self, record: StepRecord, *, posted_s: float) -> StepRecord:
+    def emit_step(self, record: StepRecord, *, posted_s: float, batch_tokens: int | None = None) -> StepRecord:
         """Report a step with its throughput, by the host clock at the time it was posted; returns the full record."""
-        rates = self._meter.tick(posted_s)
+        rates = self._meter.tick(posted_s, num_tokens=batch_tokens)
         self.step_time_s = rates.step_time_s
         full_record = replace(
             record,

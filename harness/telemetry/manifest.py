@@ -75,6 +75,8 @@ def dtypes(cfg: PrecisionConfig) -> dict[str, Any]:
     }
     if cfg.kind is PrecisionKind.fp8:
         formats["fp8"] = {"recipe": str(cfg.fp8.recipe), "engine": str(cfg.fp8.engine)}
+    if cfg.phases:
+        formats["phases"] = [{"from_batch": phase.from_batch, "compute": str(phase.kind)} for phase in cfg.phases]
     return formats
 
 

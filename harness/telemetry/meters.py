@@ -85,26 +85,29 @@ class Meter:
         window_steps: int = WINDOW_STEPS,
     ) -> None:
         self._tokens_per_step = tokens_per_step
-        self._flops_per_step = flops_per_step
+        self._flops_per_token = flops_per_step / tokens_per_step
         self._peak_flops = peak_flops
         self._last_s = started_s
         self._resumed_s = started_s
         self._warm = False
-        self._recent_s: deque[float] = deque(maxlen=window_steps)
+        self._recent: deque[tuple[float, int]] = deque(maxlen=window_steps)
+        """Seconds and tokens of the last steps."""
 
-    def tick(self, now_s: float) -> Rates:
-        """Count one issued iteration; returns the current rates."""
+    def tick(self, now_s: float, *, num_tokens: int | None = None) -> Rates:
+        """Count one issued iteration; returns the current rates. `num_tokens`: of its batch, if its size differs."""
+        num_tokens = self._tokens_per_step if num_tokens is None else num_tokens
         begun_s = max(self._last_s, self._resumed_s) if now_s >= self._resumed_s else self._last_s
         step_time_s = max(now_s - begun_s, 1e-9)
         self._last_s = now_s
         if self._warm:
-            self._recent_s.append(step_time_s)
+            self._recent.append((step_time_s, num_tokens))
         self._warm = True
-        mean_s = sum(self._recent_s) / len(self._recent_s) if self._recent_s else step_time_s
-        flops_per_s = self._flops_per_step / mean_s
+        recent = self._recent or [(step_time_s, num_tokens)]
+        tokens_per_s = sum(tokens for _, tokens in recent) / sum(seconds for seconds, _ in recent)
+        flops_per_s = self._flops_per_token * tokens_per_s
         return Rates(
             step_time_s=step_time_s,
-            tokens_per_s=self._tokens_per_step / mean_s,
+            tokens_per_s=tokens_per_s,
             flops_per_s=flops_per_s,
             mfu=None if self._peak_flops is None else flops_per_s / self._peak_flops,
         )

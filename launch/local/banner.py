@@ -39,12 +39,14 @@ def banner_rows(cfg: Config, log: list[Event], *, nproc: int, num_nodes: int, is
     """Label -> text; `log` is the end of the log of the run, empty for a new one."""
     train, world_size = cfg.train, num_nodes * nproc
     tokens = train.batch_size * train.sequence_length
+    stages = [f"{stage.batch_size:,} before batch {stage.until_batch:,}" for stage in train.batch_size_warmup]
+    warmup = f"; warm-up: {', '.join(stages)}" if stages else ""
     step = last_step(log)
     resumes = f"resumes near step {step:,}" if step else "new"
     return {
         "model": f"{cfg.model.name}, {parameters_text(num_parameters(cfg.model))} parameters",
-        "batch": f"{train.batch_size:,} sequences of {train.sequence_length:,} = {tokens:,} tokens a step",
-        "length": f"{train.num_steps:,} steps, {train.num_steps * tokens:,} tokens",
+        "batch": f"{train.batch_size:,} sequences of {train.sequence_length:,} = {tokens:,} tokens a step{warmup}",
+        "length": f"{train.num_steps:,} steps, {train.num_tokens():,} tokens",
         "ranks": ranks_text(cfg, nproc=nproc, num_nodes=num_nodes, is_gpu=is_gpu),
         "precision": precision_text(cfg),
         "data": data_text(cfg),
@@ -85,7 +87,8 @@ def ranks_text(cfg: Config, *, nproc: int, num_nodes: int, is_gpu: bool) -> str:
 
 def precision_text(cfg: Config) -> str:
     words = {"compiled": cfg.parallel.compile, "deterministic": cfg.run.deterministic}
-    return ", ".join([str(cfg.precision.kind), *(word for word, is_on in words.items() if is_on)])
+    phases = [f"{phase.kind} from batch {phase.from_batch:,}" for phase in cfg.precision.phases]
+    return ", ".join([str(cfg.precision.kind), *phases, *(word for word, is_on in words.items() if is_on)])
 
 
 def data_text(cfg: Config) -> str:

@@ -142,7 +142,12 @@ def measure_machine(cfg: Config, nproc: int) -> MachineMemory:
     if is_gpu and (measured := smallest_gpu_bytes(-(-nproc // share))) is not None:
         free, total = measured
         return MachineMemory(
-            total_bytes=total, free_bytes=free, num_ranks=nproc, is_gpu=True, ranks_per_gpu=min(share, nproc)
+            total_bytes=total,
+            free_bytes=free,
+            num_ranks=nproc,
+            is_gpu=True,
+            ranks_per_gpu=min(share, nproc),
+            host_bytes=free_bytes(),
         )
     left, free, total = address_space_left(), free_bytes() + snapshot_bytes(cfg), total_bytes()
     if left is not None:

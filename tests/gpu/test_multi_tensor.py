@@ -11,6 +11,7 @@ from torch import Tensor
 from harness.distributed.copy_sums import CopySums, request_sums
 from harness.distributed.torch_private import chunk_cat
 from harness.optim.adamw import AdamWOptions, ParameterShard, step_fused, step_triton
+from harness.optim.stochastic_rounding import make_noise
 from harness.sentinel.device.local_sums import (
     StateSums,
     square_sums,
@@ -84,6 +85,55 @@ def test_a_skipped_update_changes_no_bit(bad: float) -> None:
     for own, old in zip(ours, before, strict=True):
         kept = zip(own._replace(gradient=own.step), old._replace(gradient=old.step), strict=True)
         assert all(torch.equal(now, then) for now, then in kept)
+
+
+def with_bf16_moments(shards: list[ParameterShard]) -> list[ParameterShard]:
+    return [shard._replace(first=shard.first.bfloat16(), second=shard.second.bfloat16()) for shard in shards]
+
+
+@pytest.mark.parametrize("shapes", [ODD, EVEN])
+def test_adamw_with_bf16_moments_matches_torch(shapes: Shapes) -> None:
+    """The same noise in both. A last bit of fp32 that differs (fused multiply-add) seldom changes how it is rounded."""
+    ours, theirs = with_bf16_moments(build_shards(shapes)), with_bf16_moments(build_shards(shapes))
+    names, begins = [str(number) for number in range(len(shapes))], [1000 * number for number in range(len(shapes))]
+    noise = make_noise(7, names, begins, torch.device(DEVICE))
+    for _ in range(3):
+        step_triton(ours, adamw_options(), skip_mask=scalar(0.0), divisor=scalar(4.0), noise=noise)
+        sums = step_fused(theirs, adamw_options(), skip_mask=scalar(0.0), divisor=scalar(4.0), noise=noise)
+    num_equal = num_values = 0
+    for own, their in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(own.parameter, their.parameter, rtol=1e-4, atol=1e-5)
+        for now, then in ((own.first, their.first), (own.second, their.second)):
+            assert now.dtype is torch.bfloat16
+            num_equal, num_values = num_equal + int((now == then).sum()), num_values + now.numel()
+            torch.testing.assert_close(now.float(), then.float(), rtol=0.03, atol=1e-3)
+        assert own.step == 6
+    print(f"bf16 moments: {num_equal} of {num_values} equal to plain torch")
+    assert num_equal > 0.99 * num_values
+    again = step_triton(ours, adamw_options(), skip_mask=scalar(1.0), divisor=scalar(4.0), noise=noise)
+    assert again.square.item() == pytest.approx(sums.square.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1.0])
+def test_a_skipped_update_with_bf16_moments_changes_no_bit(bad: float) -> None:
+    ours, before = with_bf16_moments(build_shards(ODD, 0.0)), with_bf16_moments(build_shards(ODD, 0.0))
+    noise = make_noise(7, [str(number) for number in range(len(ODD))], [0] * len(ODD), torch.device(DEVICE))
+    for shard in ours:
+        shard.gradient.fill_(bad)
+    step_triton(ours, adamw_options(), skip_mask=scalar(1.0), divisor=scalar(bad), noise=noise)
+    for own, old in zip(ours, before, strict=True):
+        kept = zip(own._replace(gradient=own.step), old._replace(gradient=old.step), strict=True)
+        assert all(torch.equal(now, then) for now, then in kept)
+
+
+def test_state_sums_of_bf16_moments_match_torch() -> None:
+    weights, _, firsts, seconds, _ = (
+        list(column) for column in zip(*with_bf16_moments(build_shards(ODD)), strict=True)
+    )
+    one = state_sums_in_one_pass(weights, firsts, seconds, scalar(0.2), eps=1e-8)
+    exact = exact_sums(weights, firsts, seconds, correction=0.2, eps=1e-8)
+    for name, own, expected in zip(StateSums._fields, one, exact, strict=True):
+        torch.testing.assert_close(own.double(), expected, rtol=1e-5, atol=0.0, msg=name)
 
 
 def exact_sums(

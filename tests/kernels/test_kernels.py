@@ -36,6 +36,8 @@ TYPES = {
     **dict.fromkeys(("after", "rows", "columns", "gate_rows", "gate_columns", "up_rows", "up_columns"), "*u8"),
     **dict.fromkeys(("requantize", "is_stale", "counts"), "*i32"),
     **dict.fromkeys(("targets", "table", "ends"), "*i64"),
+    "moments": "*bf16",
+    "keys": "*i32",
 }
 FIXED = {"block": 1024, "dtype": tl.float8e4nv, "limit": 448.0, "underflow": 2.0**-10, "most": 2.0**100, "step": 4}
 FIXED |= {"num_queries": 16, "num_keys": 8, "half": 64, "group": 8, "num_rows": 4, "is_backward": True}
@@ -43,7 +45,7 @@ FIXED |= {"max_tensors": 256, "unit": 4}
 WITHIN = {"_swiglu", "_swiglu_grads", "num_tiles_to_requantize", "_corner", "tile_at", "write_quantized"}
 WITHIN |= {"_quantize_tile", "_quantize_swiglu_tile", "_grads_of_tile", "_row_at", "_underflows", "count_zeros"}
 WITHIN |= {"_amax_of_tiles", "find_piece", "load_entry", "_first_row_and_head", "_head_offsets", "_angle_offsets"}
-WITHIN |= {"_rotate", "_copy", "_copy_piece"}
+WITHIN |= {"_rotate", "_copy", "_copy_piece", "_mix", "_round_to_bf16"}
 modules = (adamw, chunk_cat, cross_entropy, fp8_quantize, grad_norm, multi_tensor, muon, rope, swiglu)
 found = {
     name: value for module in modules for name, value in vars(module).items() if isinstance(value, JITFunction)
@@ -80,6 +82,7 @@ def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
     names = run("-c", COMPILED, TRITON_CACHE_DIR=str(tmp_path)).split()
     assert {
         "_step_adamw",
+        "_step_adamw_bf16",
         "_blend_momentum",
         "_apply_directions",
         "_chunk_cat",

@@ -136,3 +136,33 @@ def test_elements_are_clipped_before_the_norm(ranks: Pool, num_ranks: int, repli
         for mine, wanted in zip(ours, expected, strict=True):
             assert mine == pytest.approx(wanted, rel=1e-5)
         assert max(abs(value) for shard in expected for value in shard) > 0.001
+
+
+def moments_in_bf16() -> tuple[list[float], list[float], str]:
+    """Weights and first moments after some updates, gathered from all ranks, and the dtype of the moments."""
+    cfg = load(["optim.moment_dtype=bf16"])
+    world = connect(cfg.parallel)
+    owners = parameters(world)
+    group = Group(parameters=owners, lr_multiplier=0.5, weight_decay=0.1)
+    update = build_update([group], cfg=cfg.optim, num_steps=100, device=world.device)
+    update.seed_noise(5)
+    for seed, refuse in enumerate(REFUSALS, start=1):
+        set_gradients(owners, world, seed)
+        skip_mask, norm = torch.tensor(refuse), torch.tensor(GRAD_NORM)
+        update.apply(skip_mask=skip_mask, grad_norm=norm, divisor=torch.tensor(DIVISOR))
+    state = update.state()
+    weights = torch.cat([full(owner.detach()).view(-1) for owner in owners.values()])
+    moments = [full(state[name][key]).view(-1).float() for name in owners for key in ("exp_avg", "exp_avg_sq")]
+    disconnect()
+    return weights.tolist(), torch.cat(moments).tolist(), str(state["even"]["exp_avg"].dtype)
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def test_moments_in_bf16_have_the_same_bits_on_any_number_of_ranks(ranks: Pool) -> None:
+    """Shards are even, uneven and empty."""
+    one, two, three = (ranks.run(size, moments_in_bf16)[-1] for size in (1, 2, 3))
+    assert one == two == three
+    assert one[2] == "torch.bfloat16"

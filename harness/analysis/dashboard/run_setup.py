@@ -113,6 +113,7 @@ def batch_rows(config: Mapping[str, Any], start: Mapping[str, Any]) -> Rows:
     return known(
         ("steps", with_unit(train.get("num_steps"), "").strip()),
         ("batch", joined(with_unit(rows, "sequences"), with_unit(length, "tokens each"))),
+        ("batch-size warm-up", with_unit(len(train.get("batch_size_warmup") or ()) or None, "stages")),
         ("tokens per step", f"{rows * length:,}" if isinstance(rows, int) and isinstance(length, int) else ""),
         ("precision", joined(str(dtype.get("compute") or value_at(config, "precision", "kind") or ""), fp8)),
         ("master weights", str(dtype.get("master_weights") or "")),

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from harness.analysis.plan.activations import has_dense_mask
 from harness.analysis.plan.work import H200_GB_S, H200_TFLOPS
 from harness.config.model import AttentionKind, NormKind, NormPlacement
-from harness.config.optim import OptimizerKind
+from harness.config.optim import MomentDtype, OptimizerKind
 from harness.config.parallel import ActivationCheckpointing
 from harness.config.precision import Fp8Engine, Fp8Recipe, PrecisionKind
 from harness.config.schema import Config, sharing
@@ -90,6 +90,10 @@ def _settings(cfg: Config) -> list[str]:
         found.append(f"data.document_mask, planned for {dense}")
     if cfg.optim.kind is not OptimizerKind.adamw:
         found.append(f"optim.kind={cfg.optim.kind}")
+    if cfg.parallel.activation_offload:
+        found.append("parallel.activation_offload, planned as if all copies were hidden")
+    if cfg.optim.moment_dtype is not MomentDtype.fp32:
+        found.append(f"optim.moment_dtype={cfg.optim.moment_dtype}")
     if cfg.model.attention is AttentionKind.fp32:
         found.append("model.attention=fp32")
     if cfg.model.qk_norm:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from harness.analysis.plan.fit import memory_text, suggest_change
-from harness.analysis.plan.memory import OUTSIDE_BYTES, Memory, memory
+from harness.analysis.plan.memory import OUTSIDE_BYTES, Memory, memory, offloaded_bytes
 from harness.analysis.plan.preflight import parameters_text
 from harness.analysis.plan.resharding import BYTES_PER_GB
 from harness.checkpoint.ring_cost import num_buffers, num_replica_buffers
@@ -42,6 +42,8 @@ class MachineMemory:
     """Ranks of the run on this machine."""
     is_gpu: bool
     ranks_per_gpu: int = 1
+    host_bytes: int | None = None
+    """Free host memory beside GPUs; None: not known."""
 
     @property
     def rank_bytes(self) -> float:
@@ -63,6 +65,8 @@ def check_memory(cfg: Config, machine: MachineMemory, *, world_size: int) -> lis
     cfg = _on_machine(cfg, machine)
     held = memory(cfg, world_size=world_size)
     sure_bytes = _sure_bytes(cfg, held, machine)
+    if machine.is_gpu and machine.host_bytes is not None:
+        check_host_memory(cfg, machine, machine.host_bytes, world_size)
     parts = "weights, moments, gradients" + ("" if sure_bytes == held.update_peak_bytes else " and snapshots")
     if sure_bytes * machine.num_sharing > machine.total_bytes:
         there = f"this machine has {memory_text(machine.total_bytes)}"
@@ -77,6 +81,16 @@ def check_memory(cfg: Config, machine: MachineMemory, *, world_size: int) -> lis
         line = _needs(cfg, peak_bytes, "estimated peak of a step", machine)
     there = f"{memory_text(machine.free_bytes)} is free on this machine"
     return [f"train.micro_batch_size: {line}, and {there}; {smallest_change(cfg, machine, world_size)}"]
+
+
+def check_host_memory(cfg: Config, machine: MachineMemory, host_bytes: int, world_size: int) -> None:
+    """Reject activations that do not fit into the free host memory."""
+    needed = machine.num_ranks * offloaded_bytes(cfg, world_size=world_size)
+    if needed > host_bytes:
+        ranks = "1 rank" if machine.num_ranks == 1 else f"{machine.num_ranks} ranks"
+        message = f"{ranks} would keep {memory_text(needed)} of activations in host memory, and "
+        message += f"{memory_text(host_bytes)} is free; set train.micro_batch_size lower, activation_checkpointing=full"
+        raise ConfigError("parallel.activation_offload", f"{message}, or this to false")
 
 
 def smallest_change(cfg: Config, machine: MachineMemory, world_size: int) -> str:

@@ -22,7 +22,7 @@ context, NCCL) and fragmentation are `OUTSIDE_BYTES` and `FRAGMENTED`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from math import prod
 from typing import final
@@ -37,12 +37,18 @@ from harness.analysis.plan.activations import (
 from harness.analysis.plan.fp8 import blocks_in_fp8, fp8_projections, workspace_bytes
 from harness.analysis.plan.orthogonalization import muon_matrices, update_bytes
 from harness.analysis.plan.resharding import will_reshard
+from harness.config.optim import MomentDtype
+from harness.config.parallel import DeviceKind
 from harness.config.schema import Config, check_world, sharing
 from harness.model.size import Shape, block_shapes, num_parameters, root_shapes
 
 TOKEN_BYTES = 8
+BLOCKS_ON_DEVICE = 2
+"""Blocks whose activations are on the device with `parallel.activation_offload`: one computes, and those of a neighbour
+are copied."""
+BF16_BYTES = 2
 NUM_MOMENTS = 2
-"""Of AdamW. Muon has one."""
+"""Of AdamW. Muon has one, always in fp32."""
 WORKSPACE_BYTES = 70_000_000
 """cuBLAS workspaces and small tensors; measured."""
 OUTSIDE_BYTES = 1_000_000_000
@@ -119,7 +125,7 @@ class StepSizes:
     element: int
     """Bytes of an element in the compute type."""
     kept: tuple[int, ...]
-    """kept[n]: bytes that the first n blocks save for one token."""
+    """kept[n]: bytes on the device for one token, of those that the first n blocks save."""
     block: int
     """Parameters of a block, padded; a count, not bytes."""
     root: int
@@ -131,14 +137,25 @@ class StepSizes:
         return FP32_BYTES * number // self.num_shards
 
 
+def moment_bytes(cfg: Config) -> int:
+    """Bytes of one of AdamW's moments of a parameter."""
+    return BF16_BYTES if cfg.optim.moment_dtype is MomentDtype.bf16 else FP32_BYTES
+
+
 def padded_size(shapes: list[Shape], num_shards: int) -> int:
     """Elements of all shards together, each padded to as many rows as the largest."""
     return sum(-(-shape[0] // num_shards) * num_shards * prod(shape[1:]) for shape in shapes)
 
 
 def memory(cfg: Config, *, world_size: int) -> Memory:
-    """Peak memory of one of `world_size` ranks."""
+    """Peak memory of one of `world_size` ranks, in the phase of `precision.phases` that needs the most."""
     check_world(cfg, world_size)
+    kinds = dict.fromkeys([cfg.precision.kind, *(phase.kind for phase in cfg.precision.phases)])
+    phases = [replace(cfg, precision=replace(cfg.precision, kind=kind, phases=[])) for kind in kinds]
+    return max((_memory_of_phase(phase, world_size) for phase in phases), key=lambda held: held.needed_bytes)
+
+
+def _memory_of_phase(cfg: Config, world_size: int) -> Memory:
     sizes = _sizes(cfg, world_size)
     kept = _kept(cfg, sizes)
     turn = _plus(kept, logits=_stream(cfg, sizes) + sizes.element * sizes.head)
@@ -181,7 +198,7 @@ def _sizes(cfg: Config, world_size: int) -> StepSizes:
     matrices = FP32_BYTES * padded_size([*muon_matrices(cfg)], num_shards) // num_shards
     state = MemoryParts(
         weights=shard,
-        moments=NUM_MOMENTS * shard - matrices,
+        moments=NUM_MOMENTS * (shard - matrices) * moment_bytes(cfg) // FP32_BYTES + matrices,
         gradients=0,
         gathered=0,
         in_flight=0,
@@ -195,14 +212,37 @@ def _sizes(cfg: Config, world_size: int) -> StepSizes:
         num_micro_batches=shared.num_micro_batches,
         tokens=shared.micro_batch_slots * cfg.train.sequence_length,
         element=element_bytes(cfg),
-        kept=tuple(
-            accumulate((kept_bytes(cfg, fp8_projections(cfg, block)) for block in range(model.num_layers)), initial=0)
-        ),
+        kept=_kept_on_device(cfg),
         block=block,
         root=root,
         head=model.vocab_size * model.dim,
         state=state,
     )
+
+
+def _kept_by_blocks(cfg: Config) -> list[int]:
+    """Bytes that each block saves for one token."""
+    return [kept_bytes(cfg, fp8_projections(cfg, block)) for block in range(cfg.model.num_layers)]
+
+
+def _kept_on_device(cfg: Config) -> tuple[int, ...]:
+    sums = list(accumulate(_kept_by_blocks(cfg), initial=0))
+    if not is_offloaded(cfg):
+        return tuple(sums)
+    return tuple(total - sums[max(0, number - BLOCKS_ON_DEVICE)] for number, total in enumerate(sums))
+
+
+def is_offloaded(cfg: Config) -> bool:
+    """Whether activations leave the device; a CPU rank has no other memory."""
+    return cfg.parallel.activation_offload and cfg.parallel.device is not DeviceKind.cpu
+
+
+def offloaded_bytes(cfg: Config, *, world_size: int) -> int:
+    """Activations of one rank in host memory: of all blocks but the last, for one micro-batch."""
+    if not is_offloaded(cfg):
+        return 0
+    tokens = sharing(cfg, world_size).micro_batch_slots * cfg.train.sequence_length
+    return tokens * sum(_kept_by_blocks(cfg)[:-1])
 
 
 def _plus(parts: MemoryParts, **more: int) -> MemoryParts:
@@ -288,4 +328,6 @@ def _update(cfg: Config, sizes: StepSizes) -> MemoryParts:
 
 def checkpoint_bytes(cfg: Config) -> int:
     """One checkpoint on disk; replicas are saved once."""
-    return FP32_BYTES * (num_parameters(cfg.model) * (1 + NUM_MOMENTS) - sum(map(prod, muon_matrices(cfg))))
+    matrices = sum(map(prod, muon_matrices(cfg)))
+    moments = NUM_MOMENTS * moment_bytes(cfg) * (num_parameters(cfg.model) - matrices)
+    return FP32_BYTES * (num_parameters(cfg.model) + matrices) + moments

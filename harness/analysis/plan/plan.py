@@ -7,19 +7,21 @@ Times need `cluster.peak_tflops`, prices need `cluster.price_per_gpu_hour`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import final
 
 from harness.analysis.plan.calibration import unmeasured
 from harness.analysis.plan.fp8 import blocks_in_fp8, flops_share
-from harness.analysis.plan.memory import Memory, checkpoint_bytes, memory
+from harness.analysis.plan.memory import Memory, checkpoint_bytes, memory, offloaded_bytes
 from harness.analysis.plan.predicted_time import StepTime, step_time
 from harness.analysis.plan.resharding import rank_memory_bytes
 from harness.analysis.plan.traffic import Collective, collectives, num_per_node
 from harness.analysis.plan.work import FP8_SPEEDUP
 from harness.checkpoint.ring_cost import RollbackCost, num_buffers, num_replica_buffers, rewind_cost, rollback_cost
 from harness.config.launch import LaunchKind
-from harness.config.optim import OptimizerKind
+from harness.config.optim import MomentDtype, OptimizerKind
+from harness.config.precision import PrecisionKind
 from harness.config.schema import Config, check_world, sharing
 from harness.model.size import flops_per_token, num_parameters
 
@@ -66,6 +68,18 @@ class Fp8:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunStage:
+    """A part of the run with one batch size (`train.batch_size_warmup`) and precision (`precision.phases`)."""
+
+    batch_size: int
+    precision: PrecisionKind
+    num_steps: int
+    step_time_s: float | None
+    """None if the rate of a device is not known."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     model: str
     num_parameters: int
@@ -73,6 +87,10 @@ class Plan:
     tokens_per_step: int
     flops_per_step: int
     num_steps: int
+    num_tokens: int
+    """Of the whole run."""
+    stages: list[RunStage]
+    """In order; one if neither batch size nor precision changes."""
     num_ranks: int
     num_per_node: int
     num_sequences: int
@@ -87,6 +105,8 @@ class Plan:
     moments_bytes: int
     optimizer: OptimizerKind
     """Of the matrices in the blocks."""
+    moment_dtype: MomentDtype
+    """Of AdamW's moments."""
     fp8: Fp8 | None
     """None: no projection runs in fp8."""
     memory: Memory
@@ -109,6 +129,9 @@ class Plan:
     """Host memory of one machine: snapshots, the one being saved, and those of partners."""
     ring_replicas: int
     """Buffers of each rank for the snapshots of a partner on another machine."""
+    offload_bytes: int
+    """Host memory of one machine for activations (`parallel.activation_offload`), before torch rounds each buffer up to
+    a power of two."""
     ring_allowed_bytes: int | None
     """None: half of the free memory when the run starts."""
     rewind: RollbackCost | None
@@ -117,6 +140,11 @@ class Plan:
     @property
     def step_time_s(self) -> float | None:
         return None if self.pace is None else self.pace.step_time_s
+
+    @property
+    def run_time_s(self) -> float | None:
+        """None if the rate of a device is not known."""
+        return None if self.pace is None else _run_time_s(self.stages)
 
 
 def planned_ranks(cfg: Config) -> int:
@@ -139,6 +167,7 @@ def plan(cfg: Config, *, world_size: int, mfu: float | None = None) -> Plan:
     rollback = rollback_cost(cfg, step_time_s=None if moving is None else moving.step_time_s)
     weights = held.parts.weights
     replicas = num_replica_buffers(ring, num_nodes=-(-world_size // here), replicate=cfg.parallel.replicate)
+    stages = _stages(cfg, world_size=world_size, mfu=mfu)
     num_sequences = world_size * sharing(cfg, world_size).num_slots
     return Plan(
         model=cfg.model.name,
@@ -147,6 +176,8 @@ def plan(cfg: Config, *, world_size: int, mfu: float | None = None) -> Plan:
         tokens_per_step=tokens,
         flops_per_step=tokens * token_flops,
         num_steps=cfg.train.num_steps,
+        num_tokens=cfg.train.num_tokens(),
+        stages=stages,
         num_ranks=world_size,
         num_per_node=here,
         num_sequences=num_sequences,
@@ -156,6 +187,7 @@ def plan(cfg: Config, *, world_size: int, mfu: float | None = None) -> Plan:
         gradients_bytes=weights,
         moments_bytes=held.parts.moments,
         optimizer=cfg.optim.kind,
+        moment_dtype=cfg.optim.moment_dtype,
         fp8=_fp8(cfg),
         memory=held,
         memory_allowed_bytes=None if (allowed := rank_memory_bytes(cfg)) is None else round(allowed),
@@ -168,15 +200,35 @@ def plan(cfg: Config, *, world_size: int, mfu: float | None = None) -> Plan:
         is_mfu_given=mfu is not None,
         pace=moving,
         unmeasured=unmeasured(cfg, world_size=world_size, is_mfu_given=mfu is not None),
-        price=None if moving is None else _price(cfg, moving, rewind, rollback, world_size),
+        price=None if moving is None else _price(cfg, moving, stages, rewind, rollback, world_size),
         checkpoint_bytes=checkpoint_bytes(cfg),
         ring_slots=ring.slots,
         ring_bytes=(num_buffers(ring) + replicas) * (weights + held.parts.moments) * here,
         ring_replicas=replicas,
+        offload_bytes=here * offloaded_bytes(cfg, world_size=world_size),
         ring_allowed_bytes=None if ring.memory_gb is None else round(ring.memory_gb * 1e9),
         rewind=rewind,
         rollback=rollback,
     )
+
+
+def _stages(cfg: Config, *, world_size: int, mfu: float | None) -> list[RunStage]:
+    """The parts of the run, as if no batch were skipped and no update rejected."""
+    sizes, num_steps = cfg.train.size_stages(), cfg.train.num_steps
+    starts = {start for start, _ in sizes} | {phase.from_batch for phase in cfg.precision.phases}
+    found = []
+    for start, end in pairwise([*sorted(start for start in starts if start < num_steps), num_steps]):
+        size, kind = next(size for first, size in reversed(sizes) if first <= start), cfg.precision.kind_at(start)
+        train = replace(cfg.train, batch_size=size, batch_tokens=None, batch_size_warmup=[])
+        stage_cfg = replace(cfg, train=train, precision=replace(cfg.precision, kind=kind, phases=[]))
+        time = step_time(stage_cfg, world_size=world_size, mfu=mfu)
+        time_s = None if time is None else time.step_time_s
+        found.append(RunStage(batch_size=size, precision=kind, num_steps=end - start, step_time_s=time_s))
+    return found
+
+
+def _run_time_s(stages: list[RunStage]) -> float:
+    return sum(stage.num_steps * (stage.step_time_s or 0.0) for stage in stages)
 
 
 def _fp8(cfg: Config) -> Fp8 | None:
@@ -193,7 +245,12 @@ def _fp8(cfg: Config) -> Fp8 | None:
 
 
 def _price(
-    cfg: Config, moving: StepTime, rewind: RollbackCost | None, rollback: RollbackCost, world_size: int
+    cfg: Config,
+    moving: StepTime,
+    stages: list[RunStage],
+    rewind: RollbackCost | None,
+    rollback: RollbackCost,
+    world_size: int,
 ) -> Price | None:
     if cfg.cluster.price_per_gpu_hour is None:
         return None
@@ -203,7 +260,7 @@ def _price(
         return None if cost is None or cost.steps_at_most is None else cost.steps_at_most * step
 
     return Price(
-        run=cfg.train.num_steps * step,
+        run=_run_time_s(stages) / moving.step_time_s * step,
         thousand_steps=1000 * step,
         rewind_at_most=lost(rewind),
         rollback_at_most=lost(rollback),

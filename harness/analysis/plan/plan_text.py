@@ -12,7 +12,7 @@ from harness.analysis.plan.plan import Fp8, Plan
 from harness.analysis.plan.traffic import LINK_EFFICIENCY, CollectiveKind
 from harness.analysis.plan.work import RATES
 from harness.checkpoint.ring_cost import RollbackCost
-from harness.config.optim import OptimizerKind
+from harness.config.optim import MomentDtype, OptimizerKind
 from harness.config.precision import Fp8Engine
 
 WIDTH = 18
@@ -25,7 +25,7 @@ MOMENTS = {
 }
 PARTS = {
     "weights": "fp32, this rank's shard",
-    "moments": "fp32, both of AdamW's, this rank's shard",
+    "moments": "both of AdamW's, this rank's shard",
     "gradients": "fp32, this rank's shard",
     "gathered": "unsharded weights of the blocks in use, of embedding and head",
     "in_flight": "collective buffers and unsharded gradients",
@@ -33,7 +33,7 @@ PARTS = {
     "logits": "one chunk of the loss, and the head's gradient",
     "other": "batch and workspaces",
 }
-MUON_MOMENTS = "fp32, one of Muon's for matrices, both of AdamW's for the rest, this rank's shard"
+MUON_MOMENTS = "one of Muon's for matrices, both of AdamW's for the rest, this rank's shard"
 KERNELS = {
     "gemm_s": "GEMM in blocks",
     "attention_s": "attention",
@@ -56,8 +56,10 @@ def render(plan: Plan) -> str:
             "per token": _si(plan.flops_per_token, "FLOP"),
             "per step": f"{plan.tokens_per_step:,} tokens, {_si(plan.flops_per_step, 'FLOP')}",
             **_padding(plan),
+            **_stages(plan),
         },
         f"memory per device ({ranks}, {replicas} of the model), peak {MOMENTS[plan.memory.moment]}": _memory(plan),
+        "activations in host memory": _offload(plan),
         "data sent per rank and step": _traffic(plan),
         "compute per device and step": _compute(plan),
         "time": _pace(plan),
@@ -89,7 +91,7 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
     numbers["memory"] |= {"peak_bytes": plan.memory.peak_bytes, "needed_bytes": plan.memory.needed_bytes}
     for entry, call in zip(numbers["traffic"]["calls"], plan.traffic.calls, strict=True):
         entry |= {"sent_bytes": call.sent_bytes, "sent_far_bytes": call.sent_far_bytes}
-    return numbers | {"step_time_s": plan.step_time_s}
+    return numbers | {"step_time_s": plan.step_time_s, "run_time_s": plan.run_time_s}
 
 
 def _row(plan: Plan) -> tuple[str, ...]:
@@ -112,9 +114,20 @@ def _padding(plan: Plan) -> dict[str, str]:
     return {"padding": f"{count}: the batch does not divide evenly among the ranks"}
 
 
+def _stages(plan: Plan) -> dict[str, str]:
+    if len(plan.stages) == 1:
+        return {}
+    stages = [
+        f"{stage.num_steps:,} steps of {stage.batch_size:,} sequences in {stage.precision}" for stage in plan.stages
+    ]
+    return {"stages": "; ".join(stages), "run": f"{plan.num_tokens:,} tokens"}
+
+
 def _memory(plan: Plan) -> dict[str, str]:
     parts = asdict(plan.memory.parts)
-    texts = PARTS | ({"moments": MUON_MOMENTS} if plan.optimizer is OptimizerKind.muon else {})
+    has_muon = plan.optimizer is OptimizerKind.muon
+    dtype = "bf16 (Muon's fp32)" if has_muon and plan.moment_dtype is MomentDtype.bf16 else str(plan.moment_dtype)
+    texts = PARTS | {"moments": f"{dtype}, {MUON_MOMENTS if has_muon else PARTS['moments']}"}
     rows = {name.replace("_", " "): f"{_gb(parts[name]):>7} GB  {what}" for name, what in texts.items()}
     rows["outside"] = f"{_gb(plan.memory.outside_bytes):>7} GB  CUDA context, NCCL, fragmentation"
     allowed = plan.memory_allowed_bytes
@@ -123,6 +136,16 @@ def _memory(plan: Plan) -> dict[str, str]:
     if allowed is not None and plan.memory.needed_bytes > allowed:
         rows["total"] += "; DOES NOT FIT"
     return rows
+
+
+def _offload(plan: Plan) -> dict[str, str]:
+    if not plan.offload_bytes:
+        return {}
+    each = f"{_gb(plan.offload_bytes / plan.num_per_node)} GB per rank to the host and back in each micro-batch"
+    return {
+        "per machine": f"{_gb(plan.offload_bytes):>7} GB  each buffer is rounded up to a power of two",
+        "copied": f"{each}; the time for it is not planned",
+    }
 
 
 def _traffic(plan: Plan) -> dict[str, str]:
@@ -151,7 +174,7 @@ def _pace(plan: Plan) -> dict[str, str]:
     if plan.traffic.calls:
         rows["communication"] = links
     rows["step"] = f"{_duration(pace.step_time_s)}, {pace.tokens_per_s:,.0f} tokens/s, {_percent(pace.mfu)} MFU"
-    rows["run"] = f"{_duration(plan.num_steps * pace.step_time_s)} for {plan.num_steps:,} steps"
+    rows["run"] = f"{_duration(plan.run_time_s or 0.0)} for {plan.num_steps:,} steps"
     rows["basis"] = _basis(plan)
     return rows
 

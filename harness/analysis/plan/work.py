@@ -38,6 +38,7 @@ from harness.analysis.plan.fp8 import NO_FP8, Fp8Projections, fp8_projections, q
 from harness.analysis.plan.orthogonalization import muon_matrices, orthogonalize_flops
 from harness.analysis.plan.resharding import BYTES_PER_GB, will_reshard
 from harness.config.model import AttentionKind
+from harness.config.optim import MomentDtype
 from harness.config.parallel import ActivationCheckpointing, ClusterConfig
 from harness.config.precision import Fp8Engine, PrecisionKind
 from harness.config.schema import Config, sharing
@@ -55,6 +56,8 @@ gradient is read, all fp32; the direction is written and read in bf16."""
 NORM_AND_ADAMW_BYTES = 32
 """For each parameter: the norm reads the gradient; AdamW reads gradient, weight and moments, and writes the last three;
 all fp32."""
+BF16_SAVED_BYTES = 8
+"""Of these, if both moments are bf16. Not measured."""
 
 
 @final
@@ -147,7 +150,8 @@ def work(cfg: Config, *, world_size: int, rates: KernelRates = RATES) -> Work | 
     quantized = sum(num * quantized_bytes(cfg, projections, tokens) for projections, num in blocks.items())
     num_shards = world_size // cfg.parallel.replicate
     matrices = sum(map(prod, muon_matrices(cfg)))
-    updated_bytes = NORM_AND_ADAMW_BYTES * (num_parameters(cfg.model) - matrices) + NORM_AND_MUON_BYTES * matrices
+    adamw_bytes = NORM_AND_ADAMW_BYTES - (BF16_SAVED_BYTES if cfg.optim.moment_dtype is MomentDtype.bf16 else 0)
+    updated_bytes = adamw_bytes * (num_parameters(cfg.model) - matrices) + NORM_AND_MUON_BYTES * matrices
     head_bytes = 3 * element_bytes(cfg) * cfg.model.vocab_size * tokens
     head_flops = _gemm_flops(cfg.model.dim, cfg.model.vocab_size, tokens, rates)
     return Work(

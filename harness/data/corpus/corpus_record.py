@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, final
 
 from harness.config.errors import ConfigError, StorageError
 from harness.data.corpus.file_probe import ListedFile
-from harness.data.order.mixture import BatchSize
+from harness.data.order.mixture import BatchSize, BatchSizes
 from harness.data.order.order import Stretch
 
 VERSION = 1
@@ -171,12 +171,17 @@ def join_first(messages: Sequence[str]) -> str:
     return ", ".join([*messages[:NUM_NAMED], *rest])
 
 
-def append_batch_size(sizes: Sequence[BatchSize], batch_size: int, *, from_batch: int) -> tuple[BatchSize, ...]:
-    """The batch sizes of a run with another size from `from_batch` on."""
+def replace_batch_sizes(
+    sizes: Sequence[BatchSize], now: Sequence[BatchSize], *, from_batch: int
+) -> tuple[BatchSize, ...]:
+    """The batch sizes of a run that has those of `now` from `from_batch` on."""
+    here = BatchSize(from_batch, BatchSizes(now).at(from_batch))
+    found: list[BatchSize] = []
     kept = [size for size in sizes if size.from_batch < from_batch]
-    if kept and kept[-1].batch_size == batch_size:
-        return tuple(kept)
-    return (*kept, BatchSize(from_batch, batch_size))
+    for size in (*kept, here, *(size for size in now if size.from_batch > from_batch)):
+        if not found or found[-1].batch_size != size.batch_size:
+            found.append(size)
+    return tuple(found)
 
 
 def next_pass(stretches: Sequence[Stretch], turn: int) -> int:

@@ -75,7 +75,7 @@ def _direction_square(first: Tensor, second: Tensor, correction: Tensor, *, eps:
 
 
 def _piece_square(first: Tensor, second: Tensor, correction: Tensor, eps: float) -> Tensor:
-    step = (second / correction).sqrt_().add_(eps)
+    step = (second.float() / correction).sqrt_().add_(eps)
     torch.div(first, step, out=step)
     square: Tensor = torch.linalg.vector_norm(step).square()
     return square

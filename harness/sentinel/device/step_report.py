@@ -72,6 +72,8 @@ class HostFacts:
     """Whether the batch lies within the window after a planned change; equal on all ranks."""
     loader_wait_s: float | None = None
     """Seconds for which this rank waited for its batch; None: not measured."""
+    batch_tokens: int | None = None
+    """Tokens of the global batch; None: as many as in every batch."""
     recomputed: int | None = None
     """Distance from a rank to the rank whose rows it also computed; 0: its own; None: nothing was computed twice."""
 

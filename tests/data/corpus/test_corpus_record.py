@@ -18,12 +18,12 @@ from harness.data.corpus.corpus_record import (
     DataRecord,
     FileRecord,
     SourceRecord,
-    append_batch_size,
     compare,
     later_stretches,
     next_pass,
     read_record,
     render_record,
+    replace_batch_sizes,
 )
 from harness.data.corpus.file_probe import ListedFile
 from harness.data.order.mixture import BatchSize
@@ -147,13 +147,24 @@ def test_unreadable_record_is_rejected_with_its_path(tmp_path: Path, damage: dic
 
 
 def test_sizes_that_applied_to_no_batch_are_dropped() -> None:
-    assert append_batch_size([BatchSize(0, 8)], 16, from_batch=10) == (BatchSize(0, 8), BatchSize(10, 16))
-    assert append_batch_size([BatchSize(0, 8), BatchSize(10, 16)], 4, from_batch=10) == (
-        BatchSize(0, 8),
-        BatchSize(10, 4),
+    def replaced(sizes: list[BatchSize], size: int, *, from_batch: int) -> tuple[BatchSize, ...]:
+        return replace_batch_sizes(sizes, [BatchSize(0, size)], from_batch=from_batch)
+
+    assert replaced([BatchSize(0, 8)], 16, from_batch=10) == (BatchSize(0, 8), BatchSize(10, 16))
+    assert replaced([BatchSize(0, 8), BatchSize(10, 16)], 4, from_batch=10) == (BatchSize(0, 8), BatchSize(10, 4))
+    assert replaced([BatchSize(0, 8), BatchSize(10, 16)], 8, from_batch=10) == (BatchSize(0, 8),)
+    assert replaced([BatchSize(0, 8)], 16, from_batch=0) == (BatchSize(0, 16),)
+
+
+def test_stages_of_a_warmup_keep_their_batches() -> None:
+    warmup = [BatchSize(0, 4), BatchSize(10, 8), BatchSize(20, 16)]
+    assert replace_batch_sizes([BatchSize(0, 2)], warmup, from_batch=15) == (
+        BatchSize(0, 2),
+        BatchSize(15, 8),
+        BatchSize(20, 16),
     )
-    assert append_batch_size([BatchSize(0, 8), BatchSize(10, 16)], 8, from_batch=10) == (BatchSize(0, 8),)
-    assert append_batch_size([BatchSize(0, 8)], 16, from_batch=0) == (BatchSize(0, 16),)
+    assert replace_batch_sizes(warmup, [BatchSize(0, 16)], from_batch=25) == tuple(warmup)
+    assert replace_batch_sizes(warmup, warmup, from_batch=12) == tuple(warmup)
 
 
 def test_io_error_is_not_an_invalid_record(tmp_path: Path) -> None:
