@@ -346,6 +346,8 @@ class ActionKind(StrEnum):
     reweight = "reweight"
     """An operator changes the weights of data sources."""
     precision = "precision"
+    trial = "trial"
+    """Train a few steps with each of several remedies, from the same state on the same batches, and compare."""
     halt = "halt"
 
 
@@ -383,6 +385,11 @@ class Action(Event):
     give_back: list[list[int]] = field(default_factory=list)
     """Accept, include and a skip that blames no batch: first and last batch index of each range that is consumed after
     all: next if the run has passed it, else in its place."""
+    candidates: list[dict[str, Any]] = field(default_factory=list)
+    """Trial: the remedies in the order in which they are tried, the least intrusive first: `remedy`, and `lr_scale` or
+    `exclude` where it has one."""
+    num_steps: int = 0
+    """Trial: steps that each remedy trains."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -411,6 +418,37 @@ class Outcome(Event):
     """A restore failed halfway: the weights are partly old and partly restored, and the run must halt."""
     held_out_loss: float | None = None
     """Check: loss of the current weights on the fixed held-out rows, in nats per token."""
+    remedy: str = ""
+    """Trial: the remedy that won."""
+    kept_steps: int = 0
+    """Trial: iterations of the chosen remedy that are kept; their step records follow. 0: they are trained again."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TrialMeasured(Event):
+    """The result of one remedy of a trial. Its steps have no step records, unless the outcome keeps them."""
+
+    name: ClassVar[str] = "trial"
+    incident: int
+    """Number of the incident, counted from 1."""
+    remedy: str
+    """What was tried, as in the candidates of the action."""
+    steps: int
+    """Iterations that it trained."""
+    num_refused: int
+    """Updates among them that the gate rejected."""
+    findings: list[str]
+    """Kinds of findings that show damage, in order of appearance."""
+    held_out_before: float
+    """Loss of the common starting state on the fixed held-out rows, in nats per token."""
+    held_out_loss: float
+    """Loss on the same rows after the steps."""
+    grad_norm_before: float
+    """Median gradient norm of the first steps, before clipping."""
+    grad_norm: float
+    """Median gradient norm of the last steps, before clipping."""
+    seconds: float
+    """Duration."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -588,6 +626,7 @@ EVENTS: dict[str, type[Event]] = {
         Finding,
         Action,
         Outcome,
+        TrialMeasured,
         Incident,
         Intervention,
         FaultInjected,
