@@ -89,6 +89,7 @@ def run_trial(run: Run, action: Action, train_step: TrainStep) -> tuple[Outcome,
     begun_s = time.monotonic()
     for facts, values in run.parts.mailbox.read(everything=True):  # these steps stay
         run.process_report(facts, values)
+    assert action.num_steps is not None
     num_steps = min(action.num_steps, run.cfg.train.num_steps - run.state.step - 1)
     problem = find_obstacle(run, num_steps)
     results: list[TrialMeasured] = []

@@ -388,7 +388,7 @@ class Action(Event):
     candidates: list[dict[str, Any]] = field(default_factory=list)
     """Trial: the remedies in the order in which they are tried, the least intrusive first: `remedy`, and `lr_scale` or
     `exclude` where it has one."""
-    num_steps: int = 0
+    num_steps: int | None = None
     """Trial: steps that each remedy trains."""
 
 
