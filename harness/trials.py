@@ -288,7 +288,7 @@ def make_outcome(run: Run, action: Action, problem: str, results: Sequence[Trial
         incident=action.incident,
         succeeded=not problem,
         step=run.state.step,
-        steps_lost=sum(result.steps - result.num_refused for result in undone),
+        steps_lost=sum(result.steps for result in undone),
         reason=problem,
         remedy=winner,
         kept_steps=num_kept,

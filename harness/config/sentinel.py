@@ -178,7 +178,7 @@ class PolicyConfig:
     """Remedies that are tried at most where an incident began, after a restore: each trains on the same batches from
     the same state, and the held-out loss decides. The first is to continue as the ladder chose; the others follow only
     if it fails. 0: the ladder's choice is not tried."""
-    trial_steps: int = 20
+    trial_steps: int = 10
     """Steps that each remedy of a trial trains."""
     budgets: BudgetsConfig
 

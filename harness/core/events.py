@@ -407,7 +407,7 @@ class Outcome(Event):
     target: str = ""
     """What was restored: the iteration of a snapshot or the directory of a checkpoint."""
     steps_lost: int = 0
-    """Updates that were undone."""
+    """Updates that were undone; of a trial, all iterations that were not kept."""
     tokens_lost: int = 0
     """Tokens consumed since the restored state, also by rejected updates."""
     seconds: float = 0.0

@@ -33,7 +33,7 @@ from typing import final
 from harness.config.compose import load
 from harness.config.errors import EXIT_DONE, require
 from harness.core import events
-from harness.core.events import Action, ActionKind, EvalRecord, Outcome, RunEnded, StepRecord
+from harness.core.events import Action, ActionKind, EvalRecord, Outcome, RunEnded, StepRecord, TrialMeasured
 from harness.core.rundir import RunDir, write_atomically
 from harness.drills.scenario import load_scenario, names
 from harness.faults.fault_plan import FaultPlan
@@ -48,7 +48,7 @@ GATE_BOUNDS = ("gate_sigmas", "gate_loss_factor", "gate_grad_factor", "gate_loss
 OPEN_GATE = tuple(f"sentinel.detect.{bound}=1e9" for bound in (*GATE_BOUNDS, "joint_sigmas", "joint_grad_factor"))
 """No finite update is rejected, so that a burst reaches the weights and only a restore removes it."""
 FREQUENT = ("checkpoint.every_steps=40", "checkpoint.ring.slots=3", "checkpoint.ring.every_steps=10")
-HOT_RATES = (2.0, 3.0)
+HOT_RATES = (3.0, 5.0)
 """Learning rates at the end of the run; those that train this model best are near 0.03."""
 HOT = (
     "data=synthetic",
@@ -163,6 +163,7 @@ def measure(job: Job) -> Result:
     records = [event for event in log if isinstance(event, StepRecord)]
     outcomes = [event for event in log if isinstance(event, Outcome)]
     trials = [outcome for outcome in outcomes if outcome.kind is ActionKind.trial]
+    num_tried = sum(event.steps for event in log if isinstance(event, TrialMeasured))
     end = next(event for event in reversed(log) if isinstance(event, RunEnded))
     evals = [event for event in log if isinstance(event, EvalRecord) and event.step == end.step]
     return Result(
@@ -173,7 +174,7 @@ def measure(job: Job) -> Result:
         step=end.step,
         num_steps=load(list(job.case.overrides)).train.num_steps,
         held_out=evals[-1].loss if evals else None,
-        steps_lost=len(records) - end.step + sum(outcome.steps_lost for outcome in trials),
+        steps_lost=len(records) - end.step + num_tried - sum(outcome.kept_steps for outcome in trials),
         num_restores=sum(isinstance(event, Action) and event.kind in RESTORES for event in log),
         num_trials=len(trials),
         remedies=[outcome.remedy for outcome in trials if outcome.remedy not in ("", "unchanged")],
@@ -254,7 +255,7 @@ def build_parser() -> ArgumentParser:
     parser = CommandParser(prog="python -m tests.bench.trials", description="Compare trials with the fixed ladder.")
     parser.add_argument("--only", default="", metavar="NAME", help="only the cases whose names contain this")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="number of seeds; default: 3")
-    parser.add_argument("--trial-steps", type=int, default=20, metavar="N", help="steps of a trial; default: 20")
+    parser.add_argument("--trial-steps", type=int, default=10, metavar="N", help="steps of a trial; default: 10")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N", help="runs at a time; default: cores")
     parser.add_argument("--output", type=Path, default=Path("runs/trials"), metavar="DIR", help="default: %(default)s")
     return parser
