@@ -91,7 +91,7 @@ def run_trial(run: Run, action: Action, train_step: TrainStep) -> tuple[Outcome,
         run.process_report(facts, values)
     assert action.num_steps is not None
     num_steps = min(action.num_steps, run.cfg.train.num_steps - run.state.step - 1)
-    problem = find_obstacle(run, num_steps)
+    problem = trial_obstacle(run, num_steps)
     results: list[TrialMeasured] = []
     kept: TrialSteps | None = None
     if not problem:
@@ -108,7 +108,7 @@ def run_trial(run: Run, action: Action, train_step: TrainStep) -> tuple[Outcome,
     return outcome, kept
 
 
-def find_obstacle(run: Run, num_steps: int) -> str:
+def trial_obstacle(run: Run, num_steps: int) -> str:
     """Why there can be no trial; empty if there can."""
     if run.parts.sentinel.policy.policy_state.response is not None:
         return "a step before it calls for another action"
@@ -123,7 +123,7 @@ def begin_trial(run: Run) -> TrialStart:
     parts.checkpoints.finish()
     slot = parts.ring.hold_snapshot(state, sentinel=parts.sentinel.memory())
     loss = held_out_mean(parts)
-    assert loss is not None, "find_obstacle comes first"
+    assert loss is not None, "trial_obstacle comes first"
     return TrialStart(slot, replace(state), loss)
 
 
