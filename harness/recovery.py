@@ -32,8 +32,9 @@ from harness.data.order.ledger import return_points
 from harness.distributed.collectives import gather_results, run_on_rank_zero
 from harness.run import Ending, Run
 from harness.sentinel.policy.policy_state import RESTORES
-from harness.step import held_out_sums
+from harness.step import evaluate, held_out_mean
 from harness.telemetry.heartbeat import Phase
+from harness.trials import TrainStep, TrialSteps, adopt_counters, drop_steps, restore_steps, run_trial
 
 
 class Restored(NamedTuple):
@@ -47,15 +48,49 @@ class TornError(Exception):
     """A restore failed halfway: the weights are neither the old nor the restored ones. All ranks raise it."""
 
 
-def run_actions(run: Run, action: Action | None) -> Ending | None:
-    """Carry out an action and those that follow from its outcome; returns why the run must end, or None."""
+def run_actions(run: Run, action: Action | None, train_step: TrainStep) -> Ending | None:
+    """Carry out an action and those that follow from its outcome; returns why the run must end, or None.
+
+    `train_step` issues one training step; a trial trains with it. The steps of a trial that the run keeps count after
+    the actions that follow from it, because they were trained with these in force.
+    """
+    kept: TrialSteps | None = None
     while action is not None:
-        outcome = run_action(run, action)
+        if action.kind is ActionKind.trial:
+            outcome, kept = run_trial(run, action, train_step)
+        else:
+            outcome = run_action(run, action)
+            if kept is not None and not outcome.succeeded:
+                drop_steps(run, kept)
+                kept = None
         if action.kind is ActionKind.halt:
             return Ending(EXIT_HALTED, action.reason)
         if outcome.is_torn:
             return Ending(EXIT_HALTED, outcome.reason)
         action = run.parts.sentinel.on_outcome(outcome)
+    return None if kept is None else keep_steps(run, kept, train_step)
+
+
+def keep_steps(run: Run, kept: TrialSteps, train_step: TrainStep) -> Ending | None:
+    """Continue from the end of the steps of a trial, and process their reports as those of any other step.
+
+    A checkpoint that was due in between is saved after the next step; an evaluation is made now.
+    """
+    cfg, parts, state = run.cfg, run.parts, run.state
+    first_step = state.step
+    restore_steps(run, kept)
+    adopt_counters(state, kept)
+    run.reporter.resume_clock(kept.begun_s)
+    for facts, values in kept.reports:
+        _, action = run.process_report(facts, values)
+        if (ending := run_actions(run, action, train_step)) is not None:
+            return ending
+    run.reporter.resume_clock(time.perf_counter())
+    if any(parts.checkpoints.is_due(step) for step in range(first_step + 1, state.step + 1)):
+        parts.checkpoints.request_save()
+    every = cfg.eval.every_steps
+    if every and any(step % every == 0 for step in range(first_step, state.step)):
+        run.reporter.emit(evaluate(parts, state, cfg=cfg, beat=lambda: run.heart.beat(state, Phase.evaluate)))
     return None
 
 
@@ -141,6 +176,8 @@ def dispatch(action: Action, parts: Parts, state: RunState, *, root: Path) -> Re
             pass
         case ActionKind.precision | ActionKind.qk_clip:
             pass  # the loop asks the policy in every iteration
+        case ActionKind.trial:
+            raise AssertionError("run_trial carries it out")
     return None
 
 
@@ -153,14 +190,6 @@ def reweight(action: Action, weights: Mapping[str, float], parts: Parts, state: 
 
 def describe_weights(weights: Mapping[str, float]) -> str:
     return ", ".join(f"{name} at {weight:g}" for name, weight in weights.items())
-
-
-def held_out_mean(parts: Parts) -> float | None:
-    """Return the loss of the current weights on the fixed held-out rows, or None if there are none."""
-    if not parts.check.rows:
-        return None
-    loss_sum, tokens = held_out_sums(parts).tolist()  # sync: the decision about an incident needs the loss
-    return float(loss_sum / tokens)
 
 
 def accept(action: Action, parts: Parts, state: RunState) -> None:

@@ -52,8 +52,8 @@ class Run:
     gc_schedule: GcSchedule
     profiler: StepProfiler
 
-    def log_step(self, facts: HostFacts, values: Tensor) -> StepRecord:
-        """Turn a step report into its record, and write the record to the event log."""
+    def read_record(self, facts: HostFacts, values: Tensor) -> StepRecord:
+        """Turn a step report into its record."""
         record = unpack_report(
             self.parts.signals.layout,
             facts,
@@ -64,6 +64,11 @@ class Run:
             replicate=self.parts.world.replicate,
         )
         record.beta2 = self.cfg.optim.beta2 if facts.probed else None
+        return record
+
+    def log_step(self, facts: HostFacts, values: Tensor) -> StepRecord:
+        """Turn a step report into its record, and write the record to the event log."""
+        record = self.read_record(facts, values)
         logged = self.reporter.emit_step(record, posted_s=facts.posted_s, batch_tokens=facts.batch_tokens)
         self.heart.set_progress(logged)
         return logged

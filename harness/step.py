@@ -207,6 +207,14 @@ def held_out_sums(parts: Parts) -> torch.Tensor:
     return all_reduce_sum(_forward_only(parts, parts.check.rows))
 
 
+def held_out_mean(parts: Parts) -> float | None:
+    """Return the loss of the current weights on the fixed held-out rows, or None if there are none."""
+    if not parts.check.rows:
+        return None
+    loss_sum, tokens = held_out_sums(parts).tolist()  # sync: the decision about an incident needs the loss
+    return float(loss_sum / tokens)
+
+
 def measure_held_out(parts: Parts, state: RunState) -> None:
     """Issue a measurement of the held-out loss. The host reads it together with a later step report."""
     if parts.check.rows:

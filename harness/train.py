@@ -77,24 +77,7 @@ def train(run: Run) -> Ending:
     while state.step < cfg.train.num_steps and (ending is None or state.iteration < ending.after):
         run.heart.beat(state)
         run.profiler.advance(state)
-        started_s = host_clock_s(parts)
-        place = parts.ledger.next_batch(state.cursor, state.given_back)
-        window = parts.planned.at(place.position, state)
-        if event := parts.planned.announce(window, place.batch, state):
-            run.reporter.note(event)
-        batch = parts.batches[place.batch]
-        branches = choose_branches(run, place.batch, position=place.position, planned=window is not None)
-
-        forward_backward(parts, batch, cfg=cfg, probe=branches.probe, recompute=branches.recompute)
-        add_host_signals(run, batch, branches, started_s=started_s)
-        signals = reduce_signals(parts, cfg=cfg, probe=branches.probe)
-        decision = gate(parts, signals, planned=branches.planned)
-        parts.ring.finish_copy()
-        report = apply_update(parts, signals, decision)
-
-        num_tokens = parts.batches.size(place.batch) * parts.batches.sequence_length
-        state.advance(next_cursor=place.cursor, given_back=place.given_back, tokens=num_tokens)
-        parts.mailbox.post(host_facts(parts, state, batch, branches), report)
+        train_step(run)
         with run.heart.during(Phase.save):
             if parts.checkpoints.snapshot_if_due(state):
                 measure_held_out(parts, state)
@@ -109,6 +92,32 @@ def train(run: Run) -> Ending:
     if ending is None or (state.step >= cfg.train.num_steps and ending.exit_code == EXIT_INTERRUPTED):
         return Ending(EXIT_DONE, "all steps done")
     return ending
+
+
+def train_step(run: Run, *, is_trial: bool = False) -> None:
+    """Issue one step: batch, forward and backward pass, one all-reduce of signals, gate, update, report.
+
+    A step of a trial (`harness.trials`) announces nothing, because it may be undone.
+    """
+    cfg, parts, state = run.cfg, run.parts, run.state
+    started_s = host_clock_s(parts)
+    place = parts.ledger.next_batch(state.cursor, state.given_back)
+    window = parts.planned.at(place.position, state)
+    if not is_trial and (event := parts.planned.announce(window, place.batch, state)):
+        run.reporter.note(event)
+    batch = parts.batches[place.batch]
+    branches = choose_branches(run, place.batch, position=place.position, planned=window is not None)
+
+    forward_backward(parts, batch, cfg=cfg, probe=branches.probe, recompute=branches.recompute)
+    add_host_signals(run, batch, branches, started_s=started_s)
+    signals = reduce_signals(parts, cfg=cfg, probe=branches.probe)
+    decision = gate(parts, signals, planned=branches.planned)
+    parts.ring.finish_copy()
+    report = apply_update(parts, signals, decision)
+
+    num_tokens = parts.batches.size(place.batch) * parts.batches.sequence_length
+    state.advance(next_cursor=place.cursor, given_back=place.given_back, tokens=num_tokens)
+    parts.mailbox.post(host_facts(parts, state, batch, branches), report)
 
 
 class Branches(NamedTuple):
@@ -227,10 +236,10 @@ def process_reports(run: Run, *, everything: bool = False, ending: Ending | None
             reason = f"ranks decided differently: {record.digests}"
             ending = Ending(EXIT_HALTED, reason, after=record.iteration + run.cfg.sentinel.lag)
             continue
-        further = run_actions(run, action) or reason_to_end(run, record)
+        further = run_actions(run, action, train_step) or reason_to_end(run, record)
         ending = further if ending is None or (further is not None and further.is_halt) else ending
         if record.command_waits and ending is None:
-            ending = run_operator_commands(run)
+            ending = run_operator_commands(run, train_step)
     for event in [*parts.checkpoints.drain_events(), *parts.sentinel.drain_events()]:
         run.reporter.note(event)
     return ending

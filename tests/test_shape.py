@@ -32,7 +32,7 @@ LAYERS = (
         "run",
         "run_corpus",
     }
-    | {"start_check", "step", "train"},
+    | {"start_check", "step", "train", "trials"},
     {"faults", "drills", "analysis"},
 )
 """Packages and modules of harness/, lowest layer first. Each imports from its layer and lower ones only; packages in

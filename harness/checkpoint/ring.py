@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from threading import Lock
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -97,6 +97,21 @@ class Ring:
             slot.copied.record(self._stream)
         self._copying = slot
         return slot
+
+    def hold_snapshot(self, state: RunState, *, sentinel: dict[str, Any]) -> Slot:
+        """Snapshot a state whose reports have all been processed, and keep it until `release`."""
+        slot = self.take_snapshot(state)
+        slot.complete(step=state.step, refused_in_row=state.refused_in_row, sentinel=sentinel)
+        slot.is_held = True
+        return slot
+
+    def release(self, slot: Slot) -> None:
+        """Allow a slot that was held to be overwritten."""
+        slot.is_held = False
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._slots)
 
     def _copy(self, slot: Slot) -> None:
         foreach_copy_(list(slot.tensors.values()), list(self._live.values()), non_blocking=True)
@@ -228,10 +243,10 @@ class Ring:
         return max(earlier, key=lambda slot: slot.state.iteration, default=None)
 
     def _next_slot(self) -> Slot:
-        """The slot to overwrite: an empty one, else the oldest; never one being saved or the newest target."""
+        """The slot to overwrite: an empty one, else the oldest; never one being saved or held, or the newest target."""
         trusted = [slot for slot in self._slots if slot.is_trusted]
         kept = max(trusted, key=lambda slot: slot.state.iteration, default=None) if len(self._slots) > 1 else None
-        free = [slot for slot in self._slots if not slot.is_saving and slot is not kept]
+        free = [slot for slot in self._slots if not slot.is_saving and not slot.is_held and slot is not kept]
         assert free, "wait for the save before taking another snapshot"
         free = [slot for slot in free if not slot.is_sending] or free
         return min(free, key=lambda slot: slot.state.iteration if slot.is_taken else -1)

@@ -34,6 +34,8 @@ class Slot:
     """Every step up to it and one step computed from it were clean; implies is_taken and is_complete."""
     is_saving: bool = False
     """It is being written to disk and must not be overwritten."""
+    is_held: bool = False
+    """A trial returns to it; it must not be overwritten."""
     is_sending: bool = False
     """It is being sent to a partner; it is overwritten only if no other slot is free."""
     _is_finite: bool | None = None

@@ -113,8 +113,8 @@ class BudgetConfig:
 @dataclass(slots=True, kw_only=True)
 class BudgetsConfig:
     """Limits per kind of action. Without budget for a skip or a rewind the policy rolls back; without budget for a
-    rollback it halts; a check, cool or swap without budget is left out; precision without budget lasts to the end of
-    the run."""
+    rollback it halts; a check, trial, cool or swap without budget is left out; precision without budget lasts to the
+    end of the run."""
 
     skip: BudgetConfig
     rewind: BudgetConfig
@@ -123,6 +123,7 @@ class BudgetsConfig:
     swap: BudgetConfig
     precision: BudgetConfig
     check: BudgetConfig = field(default_factory=lambda: BudgetConfig(per_window=20, per_run=1000))
+    trial: BudgetConfig = field(default_factory=lambda: BudgetConfig(per_window=4, per_run=40))
 
 
 class AllowedActions(StrEnum):
@@ -175,17 +176,33 @@ class PolicyConfig:
     """Whether an fp8 run computes in bf16 for a while if fp8 underflows or saturates."""
     precision_iterations: int
     """Iterations of the first bf16 window; each further window is twice as long."""
+    trials: int = 0
+    """Remedies that are tried at most where an incident began, after a restore: each trains on the same batches from
+    the same state, and the held-out loss decides. The first is to continue as the ladder chose; the others follow only
+    if it fails. 0: the ladder's choice is not tried."""
+    trial_steps: int = 10
+    """Steps that each remedy of a trial trains."""
     budgets: BudgetsConfig
 
     def __post_init__(self) -> None:
         positive = ("watch_iterations", "patience_iterations", "refused_in_row", "region_steps", "clean_steps")
-        for name in (*positive, "window_steps", "recur_after", "swap_after", "cool_steps", "precision_iterations"):
+        for name in (
+            *positive,
+            "window_steps",
+            "recur_after",
+            "swap_after",
+            "cool_steps",
+            "precision_iterations",
+            "trial_steps",
+        ):
             value = getattr(self, name)
             require(value >= 1, f"sentinel.policy.{name}", f"must be at least 1, got {value}")
         not_negative = ("neighbours", "rollback_margin_steps", "rollback_window_batches", "accept_rise_nats")
-        for name in (*not_negative, "held_out_tolerance"):
+        for name in (*not_negative, "held_out_tolerance", "trials"):
             value = getattr(self, name)
             require(value >= 0, f"sentinel.policy.{name}", f"must be 0 or more, got {value}")
+        message = f"must be 0 (off) or at least 2 (the ladder's choice and another remedy), got {self.trials}"
+        require(self.trials != 1, "sentinel.policy.trials", message)
         factor, least = self.cool_factor, self.min_lr_scale
         require(0 < factor < 1, "sentinel.policy.cool_factor", f"must be between 0 and 1, got {factor}")
         require(0 < least <= 1, "sentinel.policy.min_lr_scale", f"must be above 0 and at most 1, got {least}")

@@ -36,18 +36,19 @@ from harness.distributed.collectives import broadcast, gather_results, run_on_ra
 from harness.recovery import run_action, run_actions
 from harness.run import Ending, Run
 from harness.telemetry.heartbeat import Phase
+from harness.trials import TrainStep
 
 BY_OPERATOR = 0
 PAUSE_POLL_S = 1.0
 
 
-def run_operator_commands(run: Run) -> Ending | None:
+def run_operator_commands(run: Run, train_step: TrainStep) -> Ending | None:
     """Apply all waiting commands. A paused run stays in this function until it is resumed or stopped."""
     is_paused = False
     while True:
         for command in broadcast(run.inbox.take() if run.inbox else []):
             is_paused = isinstance(command.order, Pause) or (is_paused and not isinstance(command.order, Resume))
-            changes, ending = apply_command(run, command)
+            changes, ending = apply_command(run, command, train_step)
             event = intervention_event(command, run.state.iteration, changes)
             run.reporter.emit(event)
             if run.inbox:
@@ -63,7 +64,7 @@ def run_operator_commands(run: Run) -> Ending | None:
             return Ending(EXIT_INTERRUPTED, "stopped")
 
 
-def apply_command(run: Run, command: Command) -> tuple[dict[str, Any], Ending | None]:
+def apply_command(run: Run, command: Command, train_step: TrainStep) -> tuple[dict[str, Any], Ending | None]:
     """Apply one command if it can be done; returns its result for the log, and why the run must end, or None."""
     order, parts = command.order, run.parts
     if refusal := broadcast(refusal_of(run.directory, order) if run.inbox else ""):
@@ -88,7 +89,7 @@ def apply_command(run: Run, command: Command) -> tuple[dict[str, Any], Ending | 
     changes = changes_of(order, action, outcome)
     if outcome.is_torn:
         return changes, Ending(EXIT_HALTED, outcome.reason)
-    return changes, run_actions(run, parts.sentinel.on_outcome(outcome))
+    return changes, run_actions(run, parts.sentinel.on_outcome(outcome), train_step)
 
 
 def action_of(order: Order, reason: str, parts: Parts, state: RunState) -> Action | None:

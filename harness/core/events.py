@@ -370,6 +370,8 @@ class ActionKind(StrEnum):
     precision = "precision"
     qk_clip = "qk_clip"
     """Clip the attention logits after every update from now on."""
+    trial = "trial"
+    """Train a few steps with each of several remedies, from the same state on the same batches, and compare."""
     halt = "halt"
 
 
@@ -407,6 +409,11 @@ class Action(Event):
     give_back: list[list[int]] = field(default_factory=list)
     """Accept, include and a skip that blames no batch: first and last batch index of each range that is consumed after
     all: next if the run has passed it, else in its place."""
+    candidates: list[dict[str, Any]] = field(default_factory=list)
+    """Trial: the remedies in the order in which they are tried, the least intrusive first: `remedy`, and `lr_scale` or
+    `exclude` where it has one."""
+    num_steps: int | None = None
+    """Trial: steps that each remedy trains."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -424,7 +431,7 @@ class Outcome(Event):
     target: str = ""
     """What was restored: the iteration of a snapshot or the directory of a checkpoint."""
     steps_lost: int = 0
-    """Updates that were undone."""
+    """Updates that were undone; of a trial, all iterations that were not kept."""
     tokens_lost: int = 0
     """Tokens consumed since the restored state, also by rejected updates."""
     seconds: float = 0.0
@@ -435,6 +442,37 @@ class Outcome(Event):
     """A restore failed halfway: the weights are partly old and partly restored, and the run must halt."""
     held_out_loss: float | None = None
     """Check: loss of the current weights on the fixed held-out rows, in nats per token."""
+    remedy: str = ""
+    """Trial: the remedy that won."""
+    kept_steps: int = 0
+    """Trial: iterations of the chosen remedy that are kept; their step records follow. 0: they are trained again."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TrialMeasured(Event):
+    """The result of one remedy of a trial. Its steps have no step records, unless the outcome keeps them."""
+
+    name: ClassVar[str] = "trial"
+    incident: int
+    """Number of the incident, counted from 1."""
+    remedy: str
+    """What was tried, as in the candidates of the action."""
+    steps: int
+    """Iterations that it trained."""
+    num_refused: int
+    """Updates among them that the gate rejected."""
+    findings: list[str]
+    """Kinds of findings that show damage, in order of appearance."""
+    held_out_before: float
+    """Loss of the common starting state on the fixed held-out rows, in nats per token."""
+    held_out_loss: float
+    """Loss on the same rows after the steps."""
+    grad_norm_before: float
+    """Median gradient norm of the first steps, before clipping."""
+    grad_norm: float
+    """Median gradient norm of the last steps, before clipping."""
+    seconds: float
+    """Duration."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -612,6 +650,7 @@ EVENTS: dict[str, type[Event]] = {
         Finding,
         Action,
         Outcome,
+        TrialMeasured,
         Incident,
         Intervention,
         FaultInjected,

@@ -31,6 +31,8 @@ from harness.drills.scenario import Expected, Scenario
 from harness.faults.fault_plan import Fault
 
 RESTART_TIMES = ("notice_s", "restart_s", "first_update_s")
+PASSIVE = (ActionKind.watch, ActionKind.check, ActionKind.trial)
+"""Actions that change nothing."""
 """Rows of the score card that only a drill with a restart has."""
 
 
@@ -135,7 +137,8 @@ def score(scenario: Scenario, victim: DrillEvidence, twin: DrillEvidence | None)
     """Compute the measurements of one drill."""
     expected, fault = scenario.expected, scenario.fault
     detection = detect(expected, fault, 0, victim)
-    steps_lost = len(victim.records) - victim.step
+    trials = [outcome for outcome in victim.of(Outcome) if outcome.kind is ActionKind.trial]
+    steps_lost = len(victim.records) - victim.step + sum(outcome.steps_lost for outcome in trials)
     finished = victim.exit_code != EXIT_DONE or (victim.step == victim.num_steps > 0 and has_finite_loss(victim))
     return Score(
         struck=len(find_strikes(victim, 0)),
@@ -210,9 +213,9 @@ def find_strikes(victim: DrillEvidence, number: int) -> list[Any]:
 
 
 def actions_since(victim: DrillEvidence, iteration: int) -> list[ActionKind]:
-    """Kinds of the actions from an iteration on, without watch and check, which change nothing."""
+    """Kinds of the actions from an iteration on, without watch, check and trial, which change nothing."""
     taken = (action for action in victim.of(Action) if action.iteration >= iteration)
-    return [action.kind for action in taken if action.kind not in (ActionKind.watch, ActionKind.check)]
+    return [action.kind for action in taken if action.kind not in PASSIVE]
 
 
 def is_right(expected: Sequence[ActionKind], taken: Sequence[ActionKind]) -> bool:

@@ -15,7 +15,17 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Self, final
 
 from harness.config.sentinel import SentinelConfig
-from harness.core.events import Action, ActionKind, Event, Finding, HeldOutMeasured, Incident, Outcome, ReducedRecord
+from harness.core.events import (
+    Action,
+    ActionKind,
+    Event,
+    Finding,
+    HeldOutMeasured,
+    Incident,
+    Outcome,
+    ReducedRecord,
+    TrialMeasured,
+)
 from harness.sentinel.detect.detectors import Detectors
 from harness.sentinel.device.slots import DIGEST_BITS
 from harness.sentinel.policy.incident_log import IncidentLog
@@ -79,6 +89,10 @@ class Sentinel:
         """Record a held-out loss that was measured outside of an incident; the policy compares with it later."""
         self.policy.on_held_out_measured(event)
 
+    def on_trial_measured(self, event: TrialMeasured) -> None:
+        """Record the result of one candidate of a trial."""
+        self.policy.on_trial_measured(event)
+
     def drain_events(self, *, last: bool = False) -> list[Incident]:
         """Return the incidents closed since the last call; with `last`, at the end of a run, the open ones too."""
         return self.incident_log.drain(self.policy.policy_state.open_incidents if last else ())
@@ -110,6 +124,12 @@ class Sentinel:
     def memory(self) -> dict[str, Any]:
         """The part of a snapshot or checkpoint that belongs to the sentinel, as plain data."""
         return {"detectors": self.detectors.state(), "policy": self.policy.state(), "digest": self.digest}
+
+    def copy(self) -> Self:
+        """A sentinel with the same detectors and policy, to find out what it would do."""
+        other = type(self).start(self.cfg)
+        other.resume(self.memory(), ())
+        return other
 
     def rewind(self, memory: dict[str, Any]) -> None:
         """Restore the detectors from a snapshot; to their initial state if the snapshot has none."""

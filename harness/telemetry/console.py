@@ -21,6 +21,7 @@ from harness.config.errors import EXIT_DONE
 from harness.core.credentials import ENVIRONMENT, without_credentials
 from harness.core.events import (
     Action,
+    ActionKind,
     ChangePlanned,
     CheckpointFailed,
     CheckpointJudged,
@@ -34,6 +35,7 @@ from harness.core.events import (
     RunRestarted,
     RunStarted,
     StepRecord,
+    TrialMeasured,
 )
 from harness.core.rundir import RunDir
 from harness.core.safe_stream import SafeStream
@@ -155,6 +157,13 @@ def event_line(event: Event) -> str | None:
             return f"iteration {event.iteration}: {event.kind}, {event.reason}"
         case ChangePlanned():
             return f"iteration {event.iteration}: planned change, {event.reason}; wider bounds until {event.until}"
+        case TrialMeasured():
+            found = f", {', '.join(event.findings)}" if event.findings else ""
+            losses = f"held-out loss {event.held_out_before:.4f} -> {event.held_out_loss:.4f}"
+            norms = f"grad norm {event.grad_norm_before:.3g} -> {event.grad_norm:.3g}"
+            return f"trial of {event.remedy}: {losses}, {norms} in {event.steps} steps, {event.seconds:.1f} s{found}"
+        case Outcome(kind=ActionKind.trial, succeeded=True):
+            return f"trial: {event.remedy} won, {event.kept_steps} steps kept, {event.steps_lost} dropped"
         case Outcome(held_out_loss=float(loss)):
             return f"held-out loss {loss:.4f}, measured in {event.seconds:.2f} s"
         case Outcome(target=str(target)) if target:

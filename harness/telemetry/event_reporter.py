@@ -57,6 +57,10 @@ class EventReporter:
         self._report(event)
         self._meter.resume(time.perf_counter())
 
+    def resume_clock(self, now_s: float) -> None:
+        """Measure the duration of the next step from this time (`time.perf_counter`) on."""
+        self._meter.resume(now_s)
+
     def note(self, event: Event) -> None:
         """Report an event that took no training time."""
         self._report(event)

@@ -50,10 +50,12 @@ class Phase(StrEnum):
     save = "save"
     """Saving; may wait for a disk."""
     restore = "restore"
+    trial = "trial"
+    """Training steps with a remedy that is tried."""
     end = "end"
 
 
-MOVING = frozenset({Phase.train, Phase.evaluate, Phase.pause})
+MOVING = frozenset({Phase.train, Phase.evaluate, Phase.pause, Phase.trial})
 """Phases in which the loop beats often; each other phase is one long call."""
 
 

@@ -22,9 +22,11 @@ from harness.core.events import (
     Outcome,
     RunStarted,
     StepRecord,
+    TrialMeasured,
 )
 from harness.sentinel.policy.open_incident import ClosedIncident
 from harness.sentinel.policy.policy import Policy
+from harness.sentinel.policy.trial_choice import is_decided
 from tests.sentinel.policy_runs import finding, record
 
 NUM_STEPS = 120
@@ -60,6 +62,7 @@ CFG = PolicyConfig(
         swap=BudgetConfig(per_window=1, per_run=1),
         precision=BudgetConfig(per_window=1, per_run=1),
         check=BudgetConfig(per_window=3, per_run=20),
+        trial=BudgetConfig(per_window=2, per_run=8),
     ),
 )
 
@@ -86,6 +89,12 @@ class Hostility:
     """Probability of a record with an overflow, non-finite weights or loss, a planned change, or other sources."""
     healing: float = 1.0
     """Share of a rise of the loss that is left after an iteration."""
+    trials: int = 0
+    """Remedies that are tried at most after a restore."""
+
+    @property
+    def cfg(self) -> PolicyConfig:
+        return replace(CFG, trials=self.trials, trial_steps=8)
 
 
 @dataclass(frozen=True)
@@ -205,6 +214,8 @@ class Cluster:
         if action.kind is ActionKind.precision and succeeded:
             assert action.in_fp8 is self.in_bf16, "it changes the precision"
             self.in_bf16 = not action.in_fp8
+        if action.kind is ActionKind.trial:
+            succeeded = self.try_remedies(action) and succeeded
         if action.exclude and (succeeded or action.kind is ActionKind.skip):
             self.excluded |= set(range(action.exclude[0], action.exclude[1] + 1))
             assert self.now.trained.isdisjoint(self.excluded), "an excluded batch was trained on"
@@ -220,6 +231,34 @@ class Cluster:
             succeeded=succeeded,
             step=self.now.step,
         )
+
+    def try_remedies(self, action: Action) -> bool:
+        """Log random results of the candidates; False if the trial breaks off."""
+        assert action.num_steps is not None
+        results: list[TrialMeasured] = []
+        for candidate in action.candidates:
+            if self.chance(0.1):
+                return False
+            result = TrialMeasured(
+                time=0.0,
+                iteration=self.iteration,
+                incident=action.incident,
+                remedy=candidate["remedy"],
+                steps=action.num_steps,
+                num_refused=self.dice.choice([0, 0, action.num_steps]),
+                findings=self.dice.choice([[], [], ["loss_spike"]]),
+                held_out_before=3.0,
+                held_out_loss=self.dice.choice([2.9, 3.0, 3.5, math.inf]),
+                grad_norm_before=1.0,
+                grad_norm=self.dice.choice([1.0, 9.0]),
+                seconds=self.dice.random(),
+            )
+            results.append(result)
+            self.log.append(result)
+            self.policy.on_trial_measured(result)
+            if is_decided(results):
+                break
+        return True
 
     def restore(self, action: Action, target: State) -> None:
         earlier = self.targets.setdefault(action.incident, [])
@@ -242,7 +281,7 @@ class Cluster:
             assert self.policy.policy_state.budgets.num_spent["skip"] <= CFG.budgets.skip.per_run
             return
         self.spent.append((action.kind, self.progress))
-        limit: BudgetConfig = getattr(CFG.budgets, action.kind)
+        limit: BudgetConfig = getattr(self.hostility.cfg.budgets, action.kind)
         spent = [progress for kind, progress in self.spent if kind is action.kind]
         assert len(spent) <= limit.per_run
         assert sum(self.progress - progress < CFG.window_steps for progress in spent) <= limit.per_window
@@ -253,12 +292,12 @@ class Cluster:
         self.log.append(
             RunStarted(time=0.0, iteration=self.iteration, world_size=1, num_steps=NUM_STEPS, step=self.now.step)
         )
-        self.policy = Policy.replay(CFG, self.log, lag=self.hostility.lag)
+        self.policy = Policy.replay(self.hostility.cfg, self.log, lag=self.hostility.lag)
 
 
 def run_cluster(hostility: Hostility) -> Cluster:
     """Train until all steps are done or the policy halts; fails if neither happens."""
-    cluster = Cluster(hostility, Policy.start(CFG, lag=hostility.lag), random.Random(hostility.seed))
+    cluster = Cluster(hostility, Policy.start(hostility.cfg, lag=hostility.lag), random.Random(hostility.seed))
     round_trips = random.Random(hostility.seed + 1)
     num_restarts = 0
     for _ in range(30 * NUM_STEPS):
@@ -267,7 +306,7 @@ def run_cluster(hostility: Hostility) -> Cluster:
         cluster.train()
         if round_trips.random() < hostility.round_trip:
             state = json.loads(json.dumps(cluster.policy.state(), allow_nan=False))
-            cluster.policy = Policy.restore(CFG, state)
+            cluster.policy = Policy.restore(hostility.cfg, state)
         if not cluster.is_halted and num_restarts < 5 and cluster.chance(hostility.restart):
             num_restarts += 1
             cluster.restart()

@@ -21,6 +21,7 @@ from typing import Any, final
 from harness.analysis.dashboard.loss_causes import LossCause, LostTime, loss_cause
 from harness.checkpoint.catalog import parse_name
 from harness.core.events import (
+    ActionKind,
     CheckpointJudged,
     CheckpointSaved,
     EvalRecord,
@@ -30,6 +31,7 @@ from harness.core.events import (
     RunEnded,
     RunRestarted,
     RunStarted,
+    TrialMeasured,
 )
 from harness.sentinel.policy.policy_state import RESTORES
 
@@ -41,6 +43,7 @@ class Account(StrEnum):
     refused = "refused"
     undone = "undone"
     restoring = "restoring"
+    trying = "trying"
     saving = "saving"
     evaluating = "evaluating"
     starting = "starting"
@@ -53,6 +56,7 @@ MEANINGS = {
     Account.refused: ("rejected steps", "computed, but not applied, because the gate rejected the update"),
     Account.undone: ("undone steps", "applied, then lost to a rewind, a rollback or a crash, and computed again"),
     Account.restoring: ("restores", "restoring an older state inside the running processes"),
+    Account.trying: ("trials", "training with remedies after a restore, without the steps that were kept"),
     Account.saving: ("blocking saves", "training waited for a snapshot or for the last checkpoint"),
     Account.evaluating: ("evaluation", "computing the held-out loss"),
     Account.starting: ("starts", "from the start event to the first step"),
@@ -64,6 +68,7 @@ MEANINGS = {
 CAUSES_OF_ACCOUNTS = {
     Account.refused: LossCause.rejected,
     Account.restoring: LossCause.rollback,
+    Account.trying: LossCause.trial,
     Account.saving: LossCause.checkpoint,
     Account.evaluating: LossCause.evaluation,
     Account.paused: LossCause.paused,
@@ -73,7 +78,7 @@ CAUSES_OF_ACCOUNTS = {
 MOST_CAUSES = 4
 LEAST_SHARE = 0.001
 """Share of the wall time from which a cause is named in one line."""
-RECOVERY = (Account.refused, Account.undone, Account.restoring, Account.saving)
+RECOVERY = (Account.refused, Account.undone, Account.restoring, Account.trying, Account.saving)
 """Accounts of the time lost to recovery and to being able to recover."""
 
 
@@ -133,6 +138,8 @@ class Accounts:
     """Time since the last step: time between steps if another step follows, saving if the run ends."""
     _open_blocked_s: float = 0.0
     _last_time: float | None = None
+    _trial_s: float = 0.0
+    """Time of the trial that has no outcome yet."""
     _is_paused: bool = False
     _is_starting: bool = True
     _has_started: bool = False
@@ -210,6 +217,15 @@ class Accounts:
                     self._cost_of(LossCause.rollback).times += 1
                     self._undo(event.step, LossCause.rollback)
                     self._last_tokens = None
+            case TrialMeasured():
+                self._trial_s += passed_s
+            case Outcome(kind=ActionKind.trial):
+                trying_s = min(event.seconds, self._trial_s + passed_s)
+                self._book(Account.trying, trying_s)
+                self._book(None, self._trial_s + passed_s - trying_s)
+                self._trial_s = 0.0
+                lost = self._cost_of(LossCause.trial)
+                lost.times, lost.steps = lost.times + 1, lost.steps + event.steps_lost
             case Intervention(changes={"command": str(command), **rest}) if "refused" not in rest:
                 self._book(None, passed_s)
                 name = command.split()[0]
@@ -240,7 +256,7 @@ class Accounts:
 
     def total(self) -> Goodput:
         """Goodput of all events added so far."""
-        between_s = self._between_s + self._open_s
+        between_s = self._between_s + self._open_s + self._trial_s
         blocked_s = min(self._blocked_s + self._open_blocked_s, between_s)
         steps_s = between_s - blocked_s
         kept_s = sum(self._step_s)
@@ -283,6 +299,9 @@ class Accounts:
     def _begin_start(self, event: RunStarted, passed_s: float) -> None:
         """Book the time until a start, and undo the steps that it trains again."""
         self._cause = loss_cause(self._failure) if self._has_started else LossCause.first_start
+        if self._trial_s:  # a trial that was killed
+            self._book(Account.trying, self._trial_s, is_sure=True)
+            self._trial_s = 0.0
         if not isinstance(self._failure, RunRestarted):
             self._cost_of(self._cause).times += 1
         self._book(Account.stopped, passed_s, is_sure=True, cause=self._cause)

@@ -24,6 +24,7 @@ class LossCause(StrEnum):
     unknown = "unknown failure"
     stopped = "stop and resume"
     rollback = "rewind or rollback"
+    trial = "trials of remedies"
     rejected = "rejected updates"
     checkpoint = "checkpoints"
     evaluation = "evaluation"
@@ -42,6 +43,7 @@ CAUSE_MEANINGS = {
     LossCause.unknown: "a start failed, and the log does not say why",
     LossCause.stopped: "the run was stopped, by a person, a scheduler or itself, and resumed later",
     LossCause.rollback: "the sentinel or an operator restored an older state",
+    LossCause.trial: "remedies were tried after a restore",
     LossCause.rejected: "the gate rejected the update",
     LossCause.checkpoint: "training waited for a snapshot or for the last checkpoint",
     LossCause.evaluation: "computing the held-out loss",

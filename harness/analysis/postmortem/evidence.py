@@ -30,6 +30,7 @@ from harness.core.events import (
     RunEnded,
     RunStarted,
     StepRecord,
+    TrialMeasured,
 )
 from harness.core.rundir import write_atomically
 
@@ -247,7 +248,7 @@ class Evidence:
         return list(dict.fromkeys([*self.incident.kinds, *(str(finding.kind) for finding in self.findings)]))
 
 
-OTHERS = (RunStarted, ChangePlanned, CheckpointSaved, CheckpointJudged, Intervention, RunEnded)
+OTHERS = (RunStarted, ChangePlanned, CheckpointSaved, CheckpointJudged, Intervention, TrialMeasured, RunEnded)
 
 
 def to_tree(evidence: Evidence) -> dict[str, Any]:

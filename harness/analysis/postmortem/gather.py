@@ -52,6 +52,7 @@ from harness.core.events import (
     RunEnded,
     RunStarted,
     StepRecord,
+    TrialMeasured,
 )
 from harness.core.rundir import RunDir
 from harness.sentinel.policy.policy_state import RESTORES
@@ -196,7 +197,7 @@ def gather_evidence(run: RunDir, incident: Incident) -> Evidence:
         actions=[] if is_remark else [e for e in log if isinstance(e, Action) and e.incident == incident.number],
         outcomes=summary.outcomes,
         faults=[fault for fault in faults if first <= fault.iteration <= last],
-        others=[event for event in log if _is_context(event, first, last)],
+        others=[event for event in log if _is_context(event, first, last, number=0 if is_remark else incident.number)],
         earlier=[] if is_remark else [other for other in incidents(log) if other.number < incident.number],
         numbers=summary.numbers,
         cost=summary.cost,
@@ -208,9 +209,12 @@ def gather_evidence(run: RunDir, incident: Incident) -> Evidence:
     return evidence
 
 
-def _is_context(event: Event, first: int, last: int) -> bool:
-    """Whether an event belongs to `others`: within the window, or a start or an intervention before it."""
+def _is_context(event: Event, first: int, last: int, *, number: int) -> bool:
+    """Whether an event belongs to `others`: within the window, a start or an intervention before it, or a trial of
+    incident `number`."""
     earliest = 0 if isinstance(event, RunStarted | Intervention) else first
+    if isinstance(event, TrialMeasured):
+        return event.incident == number
     return isinstance(event, OTHERS) and earliest <= event.iteration <= last
 
 

@@ -20,6 +20,7 @@ import os
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Self, final
@@ -130,6 +131,18 @@ class Ledger:
             raise ValueError(f"needs ranges [first, last] of batches before {from_batch}, got {batches}")
         entry = Revocation(batches=batches, from_batch=from_batch, reason=reason, time=time.time(), is_repeat=is_repeat)
         self._write(entry)
+
+    @contextmanager
+    def trying_exclusion(self, first: int, last: int) -> Iterator[None]:
+        """Exclude these batches inside the context only; nothing is written."""
+        entries, given = list(self.entries), {point: list(batches) for point, batches in self._given.items()}
+        ranges = list(self._firsts), list(self._lasts), list(self._seen)
+        self._add(Exclusion(first=first, last=last, reason="tried", time=time.time()))
+        try:
+            yield
+        finally:
+            self.entries, self._given = entries, given
+            self._firsts, self._lasts, self._seen = ranges
 
     @property
     def revocations(self) -> tuple[Revocation, ...]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from harness.core.events import Action, Event, Finding, HeldOutMeasured, Outcome, RunStarted, StepRecord
+from harness.core.events import Action, Event, Finding, HeldOutMeasured, Outcome, RunStarted, StepRecord, TrialMeasured
 
-PolicyEvent = Action | Outcome | RunStarted | HeldOutMeasured
+PolicyEvent = Action | Outcome | RunStarted | HeldOutMeasured | TrialMeasured
 
 
 class JudgedRecord(NamedTuple):
@@ -25,7 +25,7 @@ def pair_findings(events: Iterable[Event]) -> Iterator[JudgedRecord | PolicyEven
                 if pending is not None and event.iteration == pending.record.iteration:
                     pending.findings.append(event)
                 continue
-            case StepRecord() | Action() | Outcome() | RunStarted() | HeldOutMeasured():
+            case StepRecord() | Action() | Outcome() | RunStarted() | HeldOutMeasured() | TrialMeasured():
                 if pending is not None:
                     yield pending
                 pending = JudgedRecord(event, []) if isinstance(event, StepRecord) else None

@@ -169,6 +169,11 @@ class OpenIncident:
     """A loss or the weights were not finite, or the loss diverged."""
     type_so_far: int | None = None
     """Type of the spike by the trajectory of the finite losses so far; None without a loss spike."""
+    excluded: list[int] = field(default_factory=list)
+    """First and last batch that its last restore excluded; empty: none."""
+    trial_step: int | None = None
+    """The step near which remedies are tried: that of the onset, after a restore; None: tried already, or no
+    restore."""
 
     @property
     def is_treated(self) -> bool:
@@ -224,6 +229,14 @@ class OpenIncident:
                 ranges.append([batch, batch])
         return ranges
 
+    def is_trial_due(self, step: int, *, lead_steps: int) -> bool:
+        """Whether a run that has issued this many steps is so near to the onset that remedies can be tried."""
+        return (
+            self.is_restored
+            and self.trial_step is not None
+            and self.trial_step - lead_steps <= step <= self.trial_step + lead_steps
+        )
+
     def add_rejected(self, *, cursor: int, loss: float, grad_norm: float, is_excessive: bool) -> None:
         """Add a finite rejected update."""
         self.refused = [*self.refused[1 - MOST_REFUSED :], [cursor, loss, grad_norm]]
@@ -264,10 +277,14 @@ class OpenIncident:
                 self.pending = [cursor for cursor in self.pending if not first <= cursor <= last]
             case ActionKind.check:
                 self.expected = action.level
+            case ActionKind.trial:
+                self.trial_step = None
             case ActionKind.rewind:
                 self.rung = Rung.wide if self.is_treated else Rung.rewind
+                self.excluded = list(action.exclude)
             case ActionKind.rollback:
                 self.rung = Rung.cure if self.rung >= Rung.rollback else Rung.rollback
+                self.excluded = list(action.exclude)
 
     def height(self, loss: float | None) -> float:
         """Height of a loss above the level before the onset."""

@@ -12,6 +12,7 @@ first rung.
 |   | accept | the held-out loss is at its expected level: accept the new loss level, give the skipped batches back |
 |   | rewind | rejected updates in a row, a spike with a known cause, or a spike that does not recover |
 | C | rollback | lasting or divergent loss, non-finite weights, frequent rejections, or rewinds that did not help |
+|   | trial | after a restore, just before the onset: try remedies on the same batches, continue with the best |
 | D | cool | restores recur, or a rollback did not help: lower the lr, raise it again after clean steps |
 | E | swap | as D, if the bad batches come from one source; also after skips |
 | F | precision | fp8 underflows or saturates: bf16 for a while, at once or after a restore; then fp8 again |
@@ -21,6 +22,7 @@ first rung.
   one before. Once the budget is spent, bf16 lasts to the end of the run: it only costs speed.
 - A new finding near an incident that was treated climbs a rung and restores an older state than before. An incident is
   closed after `clean_steps` without a finding; the next one starts at the first rung.
+- A trial (`harness.sentinel.policy.trial_choice`) may answer with D, F or a larger window at once; off by default.
 - Budgets count net progress: retrained steps do not count, so a run that loops spends its budgets and halts.
 - `sentinel.policy.actions=nonfinite_only` limits the ladder to watch, and skip for non-finite updates.
 
@@ -46,6 +48,7 @@ from harness.core.events import (
     Outcome,
     ReducedRecord,
     RunStarted,
+    TrialMeasured,
 )
 from harness.sentinel.policy.held_out_level import NUM_LEVEL
 from harness.sentinel.policy.log_events import JudgedRecord, pair_findings
@@ -54,6 +57,7 @@ from harness.sentinel.policy.policy_state import RESTORES, PolicyState
 from harness.sentinel.policy.precision_fallback import fallback_iterations
 from harness.sentinel.policy.responses import Response
 from harness.sentinel.policy.restore_scope import excluded_batches, restore_bound
+from harness.sentinel.policy.trial_choice import CURED_BY_RESTORE, LEAD_STEPS, TrialCandidate, TrialKind
 
 CURES = (ActionKind.precision, ActionKind.swap, ActionKind.cool)
 """Tried in this order."""
@@ -92,6 +96,10 @@ class Policy:
         """Record a held-out loss that was measured outside of an incident."""
         self.policy_state.on_held_out_measured(event)
 
+    def on_trial_measured(self, event: TrialMeasured) -> None:
+        """Record the result of one candidate of a trial."""
+        self.policy_state.on_trial_measured(event)
+
     @property
     def closed(self) -> list[ClosedIncident]:
         """Incidents closed by the last record or outcome."""
@@ -122,8 +130,10 @@ class Policy:
     def choose_action(self, now: DecisionPoint) -> Action | None:
         """Choose the action without recording it."""
         state = self.policy_state
-        if state.is_halted or state.is_awaiting or state.checking is not None:
+        if state.is_halted or state.is_awaiting or state.checking is not None or state.trial is not None:
             return None
+        if state.remedy is not None and (incident := state.find_incident(state.remedy[0])) is not None:
+            return self._apply_remedy(incident, state.remedy[1], now)
         if state.accept_for is not None and (incident := state.find_incident(state.accept_for)) is not None:
             return self._accept_data(incident, now)
         if state.cure_for is not None and (incident := state.find_incident(state.cure_for)) is not None:
@@ -134,7 +144,7 @@ class Policy:
                 return (self._check_held_out(incident, cure.reason, now) if check_first else None) or cure
         if state.response is not None and (incident := state.find_incident(state.response.incident)) is not None:
             return self._act_on(state.response, incident, now)
-        return self._raise_lr(now) or self._return_to_fp8(now)
+        return self._start_trial(now) or self._raise_lr(now) or self._return_to_fp8(now)
 
     def state(self) -> dict[str, Any]:
         """Plain data that JSON can hold. The keys are part of the checkpoint format."""
@@ -172,6 +182,9 @@ class Policy:
                     continue
                 case HeldOutMeasured():
                     self.policy_state.on_held_out_measured(event)
+                    continue
+                case TrialMeasured():
+                    self.policy_state.on_trial_measured(event)
                     continue
                 case RunStarted():
                     self.policy_state.resume(event.iteration, event.step)
@@ -240,6 +253,60 @@ class Policy:
         check = f"{reason}; checking the held-out loss: expected {expected:.4f}, healthy up to {at_most:.4f}"
         return replace(self._make_action(ActionKind.check, incident, check, now), level=expected)
 
+    def _start_trial(self, now: DecisionPoint) -> Action | None:
+        """Try remedies where an incident began, on the way back there after a restore."""
+        state, cfg = self.policy_state, self.policy_state.cfg
+        if not cfg.trials or state.only_watches or state.rejections.num_in_row:
+            return None
+        issued = now.step + self.lag
+        due = (each for each in state.open_incidents if each.is_trial_due(issued, lead_steps=LEAD_STEPS + self.lag))
+        incident = next((each for each in due if CURED_BY_RESTORE.isdisjoint(each.kinds)), None)
+        if incident is None or not state.budgets.allows(ActionKind.trial, progress=state.progress):
+            return None
+        candidates = self._list_candidates(incident)[: cfg.trials]
+        if len(candidates) < 2:
+            return None
+        names = ", ".join(candidate.remedy for candidate in candidates)
+        return replace(
+            self._make_action(ActionKind.trial, incident, f"back at the onset: trying {names}", now),
+            candidates=[candidate.as_dict() for candidate in candidates],
+            num_steps=cfg.trial_steps,
+        )
+
+    def _list_candidates(self, incident: OpenIncident) -> list[TrialCandidate]:
+        """The remedies that apply and are within budget, the least intrusive first."""
+        state, cfg = self.policy_state, self.policy_state.cfg
+        found = [TrialCandidate(remedy=TrialKind.unchanged)]
+
+        def is_allowed(kind: ActionKind) -> bool:
+            return kind not in incident.failed_cures and state.budgets.allows(kind, progress=state.progress)
+
+        if incident.excluded and state.lineage.seen and is_allowed(ActionKind.skip):
+            width = cfg.neighbours if incident.rung < Rung.rollback else cfg.rollback_window_batches // 2
+            first = max(incident.excluded[1], state.lineage.seen[-1].cursor) + 1 + self.lag
+            if width:
+                found.append(TrialCandidate(remedy=TrialKind.wider, exclude=[first, first + width - 1]))
+        lr_scale = state.lr_scale * cfg.cool_factor
+        if lr_scale >= cfg.min_lr_scale and is_allowed(ActionKind.cool):
+            found.append(TrialCandidate(remedy=TrialKind.lower_lr, lr_scale=lr_scale))
+        if state.in_fp8 and cfg.fall_back_precision and not self.in_fallback and is_allowed(ActionKind.precision):
+            found.append(TrialCandidate(remedy=TrialKind.bf16))
+        return found
+
+    def _apply_remedy(self, incident: OpenIncident, winner: TrialCandidate, now: DecisionPoint) -> Action | None:
+        """The action that makes the winner of a trial permanent; None if it changes nothing."""
+        reason = f"the best of the remedies that were tried: {winner.remedy}"
+        match winner.remedy:
+            case TrialKind.unchanged:
+                return None
+            case TrialKind.wider:
+                return replace(self._make_action(ActionKind.skip, incident, reason, now), exclude=winner.exclude)
+            case TrialKind.lower_lr:
+                assert winner.lr_scale is not None
+                return self._scale_lr(incident.number, incident.onset, winner.lr_scale, reason, now)
+            case TrialKind.bf16:
+                return self._fall_back_to_bf16(incident, now, reason=reason)
+
     def _accept_data(self, incident: OpenIncident, now: DecisionPoint) -> Action:
         """Accept the loss of the new data: that of the rejected updates, or else of the last applied ones."""
         rejected = incident.refused[-NUM_LEVEL:]
@@ -295,7 +362,7 @@ class Policy:
         is_unfit = FindingKind.fp8_range in incident.kinds and ActionKind.precision not in incident.failed_cures
         return self.policy_state.cfg.fall_back_precision and is_unfit and not self.in_fallback
 
-    def _fall_back_to_bf16(self, incident: OpenIncident, now: DecisionPoint) -> Action:
+    def _fall_back_to_bf16(self, incident: OpenIncident, now: DecisionPoint, *, reason: str = "") -> Action:
         """Compute in bf16 for a window; to the end of the run once the budget is spent."""
         state, kind = self.policy_state, ActionKind.precision
         exhausted = state.budgets.exhausted_reason(kind, progress=state.progress)
@@ -305,7 +372,9 @@ class Policy:
             window = fallback_iterations(state.cfg.precision_iterations, num_before=num_before)
             until = now.iteration + self.lag + window
             period = f"bf16 until iteration {until}"
-        return replace(self._make_action(kind, incident, f"{incident.unfit}; {period}", now), in_fp8=False, until=until)
+        return replace(
+            self._make_action(kind, incident, f"{reason or incident.unfit}; {period}", now), in_fp8=False, until=until
+        )
 
     def _return_to_fp8(self, now: DecisionPoint) -> Action | None:
         """Compute in fp8 again after the bf16 window."""

@@ -2,15 +2,16 @@
 
 Why: decisions must follow from the log only. After a restart the state is rebuilt from the actions that were really
 taken, not from those that today's config would choose.
-How: only `on_record`, `on_action`, `on_outcome`, `on_held_out_measured` and `resume` change it. `on_record` also
-derives the response to the record: from the table in `harness.sentinel.policy.responses`, and from what was found and
-done before at the same place.
+How: only `on_record`, `on_action`, `on_outcome`, `on_trial_measured`, `on_held_out_measured` and `resume` change it.
+`on_record` also derives the response to the record: from the table in `harness.sentinel.policy.responses`, and from
+what was found and done before at the same place.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self, final
 
@@ -24,6 +25,7 @@ from harness.core.events import (
     Outcome,
     PrecursorSignal,
     ReducedRecord,
+    TrialMeasured,
 )
 from harness.sentinel.policy.budgets import Budgets
 from harness.sentinel.policy.held_out_level import HeldOutLevel, is_at_level
@@ -48,6 +50,7 @@ from harness.sentinel.policy.responses import (
     is_corrupted,
 )
 from harness.sentinel.policy.suspect_sources import SuspectSources
+from harness.sentinel.policy.trial_choice import OpenTrial, TrialCandidate
 
 RESTORES = (ActionKind.rewind, ActionKind.rollback)
 UNBUDGETED = (ActionKind.watch, ActionKind.accept, ActionKind.qk_clip, ActionKind.halt)
@@ -65,6 +68,7 @@ PLAIN_FIELDS = (
     "cooled_at",
     "cooled_for",
     "clips_logits",
+    "in_fp8",
 )
 """Fields of `PolicyState` that are plain numbers, or None."""
 
@@ -103,6 +107,13 @@ class PolicyState:
     """The incident of the last change of `lr_scale`."""
     clips_logits: bool = False
     """Attention logits are clipped to the end of the run (`qk_clip`)."""
+    in_fp8: bool = False
+    """The last step computed in fp8."""
+    trial: OpenTrial | None = None
+    """A trial that was chosen and has no outcome yet. Records until then were issued before it; a response to them is
+    kept, and makes the trial fail."""
+    remedy: tuple[int, TrialCandidate] | None = None
+    """The incident and the winner of the trial whose outcome came last."""
     closed: list[ClosedIncident] = field(default_factory=list)
     """Incidents closed by the last record or outcome."""
 
@@ -118,7 +129,9 @@ class PolicyState:
         if self.checking is not None:
             self._add_during_check(record)
             return
-        self.response = self.cure_for = None
+        response_before = None if self.trial is None else self.response
+        self.response = self.cure_for = self.remedy = None
+        self.in_fp8 = record.in_fp8 is True
         self.lineage.add(record)
         self.progress = max(self.progress, record.step)
         causes_first = sorted(findings, key=lambda finding: finding.kind not in CAUSES)
@@ -135,7 +148,7 @@ class PolicyState:
         self._close_passed(record.step)
         if not self.open_incidents and not record.refused:
             self.suspects.on_clean_record(record)
-        self.response = max(responses, key=lambda response: response.rung, default=None)
+        self.response = max(responses, key=lambda response: response.rung, default=response_before)
         if self.response is not None and self.response.rung > Rung.skip:
             self.cure_for = None  # the cure follows the restore
 
@@ -144,9 +157,17 @@ class PolicyState:
         if not self.rejections.num_in_row and not any(incident.is_watched for incident in self.open_incidents):
             self.held_out.add(event, self.lineage)
 
+    def on_trial_measured(self, event: TrialMeasured) -> None:
+        """Record the result of one candidate of the trial that is under way."""
+        if self.trial is not None:
+            self.trial.add(event)
+
     def on_action(self, action: Action) -> None:
         """Record an action that was chosen by the policy or (incident 0) by an operator."""
         incident = self.find_incident(action.incident)
+        is_remedy, self.remedy = self.remedy is not None, None
+        is_trial = action.kind is ActionKind.trial
+        self.trial = OpenTrial(incident=action.incident, candidates=action.candidates) if is_trial else None
         is_permanent = action.kind is ActionKind.precision and action.until is None
         if incident is not None and not is_permanent and action.kind not in UNBUDGETED:
             self.budgets.spend(action.kind, progress=self.progress)
@@ -171,7 +192,7 @@ class PolicyState:
                 self.clips_logits = True
         if incident is not None:
             incident.on_action(action, cfg=self.cfg)
-            if action.kind in (ActionKind.skip, *RESTORES) and not action.give_back:
+            if action.kind in (ActionKind.skip, *RESTORES) and not action.give_back and not is_remedy:
                 self.suspects.blame(incident.source, progress=self.progress)
 
     def on_outcome(self, outcome: Outcome) -> None:
@@ -182,6 +203,12 @@ class PolicyState:
             self.checking = None
             if incident is not None:
                 self._on_check_outcome(incident, outcome)
+            return
+        self.remedy = None
+        if outcome.kind is ActionKind.trial:
+            trial, self.trial = self.trial, None
+            if trial is not None and outcome.succeeded:
+                self.remedy = (trial.incident, trial.winner)
             return
         self.cure_for = None
         if outcome.kind is ActionKind.precision and not outcome.succeeded:
@@ -211,7 +238,7 @@ class PolicyState:
             self.open_incidents = []
             self.budgets.reset_window()
         self.is_halted = self.is_awaiting = False
-        self.response = self.cure_for = self.accept_for = self.checking = None
+        self.response = self.cure_for = self.accept_for = self.checking = self.trial = self.remedy = None
         self.rejections = Rejections()
         self.lineage.restart_at(iteration, step)
         self.held_out.drop_after(step)
@@ -243,6 +270,7 @@ class PolicyState:
             self._close(other, IncidentVerdict.undone)
         if incident is not None:
             incident.is_restored = incident.is_finite = True
+            incident.trial_step = incident.onset_step
             incident.is_checked = incident.is_healthy = False
             target_step = outcome.step if incident.target_step is None else incident.target_step
             incident.target_step = min(target_step, outcome.step)
@@ -431,12 +459,13 @@ class PolicyState:
             "refusals": asdict(self.rejections),
             "cases": [incident.state() for incident in self.open_incidents],
             "demand": None if self.response is None else list(self.response),
+            "trial": None if self.trial is None else asdict(self.trial),
             "numbers": {name: getattr(self, name) for name in PLAIN_FIELDS},
         }
 
     @classmethod
     def restore(cls, cfg: PolicyConfig, state: dict[str, Any]) -> Self:
-        response = state["demand"]
+        response, trial = state["demand"], state.get("trial")
         return cls(
             cfg=cfg,
             budgets=Budgets.restore(cfg.budgets, cfg.window_steps, state["budgets"]),
@@ -447,6 +476,7 @@ class PolicyState:
             rejections=Rejections(**state["refusals"]),
             open_incidents=[OpenIncident.restore(incident) for incident in state["cases"]],
             response=None if response is None else Response(Rung(response[0]), *response[1:]),
+            trial=None if trial is None else OpenTrial(**deepcopy(trial)),
             **state["numbers"],
         )
 

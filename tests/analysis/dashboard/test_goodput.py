@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.analysis.dashboard.goodput import Account, Accounts, Goodput
+from harness.analysis.dashboard.loss_causes import LossCause
 from harness.core.events import (
     ActionKind,
     CheckpointJudged,
@@ -21,6 +22,7 @@ from harness.core.events import (
     RunEnded,
     RunRestarted,
     RunStarted,
+    TrialMeasured,
 )
 from tests.analysis.dashboard.logs import record
 
@@ -67,6 +69,43 @@ def test_a_restart_inside_the_job_is_stopped_time() -> None:
     )
     assert accounts_of(goodput)["stopped"] == 5.0
     assert accounts_of(goodput)["starting"] == 2.0
+
+
+def tried(time: float) -> TrialMeasured:
+    return TrialMeasured(
+        time=time,
+        iteration=2,
+        incident=1,
+        remedy="unchanged",
+        steps=2,
+        num_refused=0,
+        findings=[],
+        held_out_before=3.0,
+        held_out_loss=2.9,
+        grad_norm_before=1.0,
+        grad_norm=1.0,
+        seconds=2.0,
+    )
+
+
+def test_a_trial_is_lost_time_without_the_steps_that_are_kept() -> None:
+    """Two candidates take five seconds; one second of them was spent on the two steps that are kept."""
+    outcome = Outcome(
+        time=7.0, iteration=2, kind=ActionKind.trial, incident=1, succeeded=True, step=2, seconds=4.0, steps_lost=2
+    )
+    steps = [record(3, time=7.0), record(4, time=7.0)]
+    goodput = total(
+        started(0.0), record(1, time=1.0), record(2, time=2.0), tried(4.0), tried(6.0), outcome, *steps, ended(7.0, 4)
+    )
+    assert accounts_of(goodput) == {"starting": 1.0, "kept": 2.0, "trying": 4.0}
+    lost = goodput.lost[LossCause.trial]
+    assert (lost.seconds, lost.times, lost.steps) == (4.0, 1, 2)
+
+
+def test_a_trial_that_is_killed_is_lost_time() -> None:
+    goodput = total(started(0.0), record(1, time=1.0), record(2, time=2.0), tried(4.0), started(5.0, step=2))
+    assert accounts_of(goodput)["trying"] == 2.0
+    assert goodput.wall_s == 5.0
 
 
 def test_accounts_of_a_healthy_run() -> None:

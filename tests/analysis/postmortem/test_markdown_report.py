@@ -17,7 +17,7 @@ from harness.analysis.postmortem.report.incident_text import FILES, NOT_MEASURED
 from harness.analysis.postmortem.report.panels import PAINTERS, draw
 from harness.analysis.postmortem.rules.causes import Cause, Panel
 from harness.analysis.postmortem.write import EVIDENCE, MARKDOWN, PAGE, write_folder
-from harness.core.events import Event
+from harness.core.events import Event, TrialMeasured
 from tests.analysis.postmortem import stories
 from tests.analysis.postmortem.stories import evidence_of, write
 
@@ -66,6 +66,33 @@ def test_missing_measurements_are_reported_as_not_measured() -> None:
     assert f"- pre-spike loss (50-step EMA): {NOT_MEASURED}" in text
     assert f"- guilty batches: {NOT_MEASURED}" in text
     assert " -> rules out " not in text, "nothing was measured"
+
+
+def test_every_remedy_that_was_tried_is_listed_with_its_numbers() -> None:
+    tried = [
+        TrialMeasured(
+            time=0.0,
+            iteration=126,
+            incident=1,
+            remedy=remedy,
+            steps=10,
+            num_refused=refused,
+            findings=findings,
+            held_out_before=6.1,
+            held_out_loss=loss,
+            grad_norm_before=1.5,
+            grad_norm=2.0,
+            seconds=3.0,
+        )
+        for remedy, refused, findings, loss in (
+            ("unchanged", 1, ["loss_spike"], 25.4),
+            ("lower_lr", 0, [], 5.2),
+        )
+    ]
+    bare = Evidence(folder="001", run=RunFacts(name="run", path="run"), incident=stories.ended(), others=[*tried])
+    text = markdown_report.render(bare)
+    assert "| 126 | unchanged | 10 | 1 | 6.1 -> 25.4 | 1.5 -> 2 | loss_spike | 3.00 s |\n" in text
+    assert "| 126 | lower_lr | 10 | 0 | 6.1 -> 5.2 | 1.5 -> 2 | none | 3.00 s |\n" in text
 
 
 def test_empty_pictures_are_left_out_and_removed(tmp_path: Path) -> None:

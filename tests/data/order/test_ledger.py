@@ -37,6 +37,21 @@ def test_agrees_with_a_set(ranges: list[tuple[int, int]]) -> None:
     assert [(entry.first, entry.last) for entry in ledger if isinstance(entry, Exclusion)] == ranges
 
 
+def test_an_exclusion_that_is_tried_leaves_no_trace(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger.load(path)
+    ledger.exclude(3, 5, "bad")
+    ledger.give_back([[4, 4]], 8, "good")
+    before = [ledger.next_batch(cursor) for cursor in range(20)]
+    text = path.read_text()
+    with ledger.trying_exclusion(4, 11):
+        assert ledger.next_batch(7) == NextBatch(12, 13, 0)
+        assert ledger.is_excluded(4)
+        assert path.read_text() == text
+    assert [ledger.next_batch(cursor) for cursor in range(20)] == before
+    assert len(ledger) == 2
+
+
 @settings(deadline=None)
 @given(ranges=RANGES)
 def test_the_order_of_exclusions_does_not_matter(ranges: list[tuple[int, int]]) -> None:

@@ -30,6 +30,7 @@ hostile = st.builds(
     measure=st.sampled_from([0.0, 0.1]),
     restart=st.sampled_from([0.0, 0.02]),
     round_trip=st.just(0.0),
+    trials=st.sampled_from([0, 4]),
 )
 
 
@@ -48,8 +49,8 @@ def test_every_run_finishes_or_halts_within_its_budgets(hostility: Hostility) ->
 @settings(max_examples=60, deadline=None)
 def test_replaying_the_log_gives_the_same_actions_and_state(hostility: Hostility) -> None:
     cluster = run_cluster(hostility)
-    assert replay_actions(cluster.log, CFG, lag=hostility.lag) == actions_of(cluster)
-    assert Policy.replay(CFG, cluster.log, lag=hostility.lag).state() == cluster.policy.state()
+    assert replay_actions(cluster.log, hostility.cfg, lag=hostility.lag) == actions_of(cluster)
+    assert Policy.replay(hostility.cfg, cluster.log, lag=hostility.lag).state() == cluster.policy.state()
 
 
 @given(hostile, st.sampled_from([0.05, 1.0]))

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from harness.analysis.postmortem.evidence import Cost, Evidence, IncidentNumbers, Token
 from harness.analysis.postmortem.measures import Measures
 from harness.analysis.postmortem.rules.causes import Panel
-from harness.core.events import Action, Outcome
+from harness.core.events import Action, ActionKind, Outcome, TrialMeasured
 
 NOT_MEASURED = "not measured"
 NOT_KNOWN = "not known yet"
@@ -106,8 +106,24 @@ def action_counts(evidence: Evidence) -> str:
     return ", ".join(f"{kind} ({count} times)" if count > 1 else kind for kind, count in counts.items())
 
 
+def trial_table(evidence: Evidence) -> list[str]:
+    """Lines of a table with every remedy that was tried and its numbers; empty if there was no trial."""
+    tried = evidence.of(TrialMeasured)
+    rows = [
+        f"| {trial.iteration} | {trial.remedy} | {trial.steps} | {trial.num_refused} | "
+        f"{format_number(trial.held_out_before)} -> {format_number(trial.held_out_loss)} | "
+        f"{format_number(trial.grad_norm_before)} -> {format_number(trial.grad_norm)} | "
+        f"{', '.join(trial.findings) or 'none'} | {format_duration(trial.seconds)} |"
+        for trial in tried
+    ]
+    head = "| iteration | remedy tried | steps | rejected | held-out loss | gradient norm | findings | time |"
+    return [head, "|---|---|---|---|---|---|---|---|", *rows] if rows else []
+
+
 def _action_line(action: Action, outcome: Outcome | None) -> str:
     text = str(action.kind)
+    if action.kind is ActionKind.trial and outcome is not None and outcome.succeeded:
+        text += f", {outcome.remedy} won: {outcome.kept_steps} steps kept, {outcome.steps_lost} dropped"
     if len(action.exclude) == 2:
         first, last = action.exclude
         text += f", batch {first} excluded" if first == last else f", batches {first} to {last} excluded"

@@ -33,6 +33,7 @@ from harness.analysis.postmortem.report.incident_text import (
     resumption_text,
     title_of,
     token_texts,
+    trial_table,
 )
 from harness.analysis.postmortem.rules.causes import CauseStatus, Panel, RuleResult
 from harness.analysis.postmortem.rules.hypotheses import rank_causes, root_cause
@@ -215,6 +216,7 @@ def _remediation(evidence: Evidence, remedy: Remedy | None) -> list[str]:
     return [
         "## 5. Remediation",
         *[f"- by the sentinel: {line}" for line in action_lines(evidence)],
+        *(["", *table, ""] if (table := trial_table(evidence)) else []),
         *([f"- the run halted: {halted.reason}"] if halted is not None else []),
         *([f"- {restore}:", "", *(f"      {line}" for line in commands), ""] if restore else []),
         f"- change: {NOT_KNOWN if remedy is None else remedy.change}",

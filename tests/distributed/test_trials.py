@@ -1,0 +1,117 @@
+"""Trials of remedies on real ranks: kept steps have the bits of plain training, and a kill loses nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.core import events
+from harness.core.events import Action, ActionKind, Event, Outcome, RunEnded, StepRecord, TrialMeasured
+from harness.core.rundir import RunDir
+from harness.sentinel.policy.trial_choice import is_healthy
+from tests.bench.trials import HOT
+from tests.distributed import faulty_runs
+from tests.distributed.faulty_runs import Fault, RankResult
+from tests.distributed.killable_ranks import KillableRanks, KillAtCall, Place, When
+from tests.distributed.pool import Pool
+from tests.distributed.test_sentinel import STEPS, check_replay, events_of
+
+TRIALS = ("sentinel.policy.trials=4", "sentinel.policy.trial_steps=4")
+DAMAGE = Fault("weights", 1, factor=30.0, iteration=32)
+"""The update of this iteration damages the weights: the run rewinds, and is healthy again."""
+
+
+def run(ranks: Pool, directory: Path, name: str, fault: Fault | None, *overrides: str) -> RankResult:
+    results = ranks.run(2, faulty_runs.run, str(directory), fault, f"run.name={name}", *overrides)
+    assert len({(result.code, result.state) for result in results}) == 1
+    first: RankResult = results[0]
+    return first
+
+
+def trial_outcomes(log: list[Event]) -> list[Outcome]:
+    return [each for each in events_of(Outcome, log) if each.kind is ActionKind.trial]
+
+
+def check_log(log: list[Event]) -> None:
+    """Iterations never go back, and the present lineage consumed every batch that is not excluded once."""
+    iterations = [record.iteration for record in events_of(StepRecord, log)]
+    assert iterations == sorted(set(iterations))
+
+
+@pytest.mark.full
+def test_the_steps_of_a_healthy_trial_are_kept_bit_for_bit(ranks: Pool, tmp_path: Path) -> None:
+    """With and without trials the run ends in the same state, after the same records, and so does its twin."""
+    victim = run(ranks, tmp_path, "victim", DAMAGE, *STEPS, *TRIALS)
+    plain = run(ranks, tmp_path, "plain", DAMAGE, *STEPS)
+    faulty_runs.copy_ledger(tmp_path / "victim", tmp_path / "twin")
+    twin = run(ranks, tmp_path, "twin", None, *STEPS, *TRIALS)
+    assert victim.code == plain.code == twin.code == 0
+    assert victim.state == plain.state == twin.state
+    (outcome,) = trial_outcomes(victim.log)
+    assert outcome.succeeded
+    assert (outcome.remedy, outcome.kept_steps, outcome.steps_lost) == ("unchanged", 4, 0)
+    (result,) = events_of(TrialMeasured, victim.log)
+    assert result.iteration == outcome.iteration
+    records = [
+        [(each.iteration, each.step, each.cursor, each.loss, each.grad_norm) for each in events_of(StepRecord, log)]
+        for log in (victim.log, plain.log)
+    ]
+    assert records[0] == records[1]
+    check_log(victim.log)
+    check_replay(victim.log, *TRIALS)
+    assert not trial_outcomes(twin.log)
+
+
+@pytest.mark.full
+def test_a_trial_finds_the_remedy_that_the_ladder_tries_last(ranks: Pool, tmp_path: Path) -> None:
+    """The learning rate rises without end. The ladder excludes batches first, which does not help."""
+    overrides = (*HOT, "optim.lr=3", "eval.every_steps=0", "train.num_steps=130", *TRIALS)
+    victim = run(ranks, tmp_path, "victim", None, *overrides, "optim.warmup_steps=130")
+    trials = events_of(TrialMeasured, victim.log)
+    first = trials[: 1 + next(number for number, each in enumerate(trials) if each.remedy == "lower_lr")]
+    assert not is_healthy(first[0])
+    assert first[-1].held_out_loss < first[0].held_out_loss
+    outcome = trial_outcomes(victim.log)[0]
+    assert outcome.remedy == "lower_lr"
+    kinds = [action.kind for action in events_of(Action, victim.log)]
+    cool = kinds.index(ActionKind.cool)
+    assert sum(kind in (ActionKind.rewind, ActionKind.rollback) for kind in kinds[:cool]) < 3, "the ladder's rule"
+    check_log(victim.log)
+
+
+@pytest.fixture(scope="module")
+def killable() -> Iterator[KillableRanks]:
+    ranks = KillableRanks("tests.distributed.faulty_runs", "harness.train")
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked from a process that imported torch")
+@pytest.mark.parametrize("place", ["train_candidate", "measure_candidate", "restore_steps"])
+def test_a_run_killed_in_a_trial_resumes_as_if_there_had_been_none(
+    killable: KillableRanks, tmp_path: Path, place: str
+) -> None:
+    def attempt(name: str, fault: Fault | None, **options: Any) -> Any:
+        arguments = (str(tmp_path), fault, f"run.name={name}", *STEPS, *TRIALS)
+        return killable.run(2, faulty_runs.run, *arguments, **options)
+
+    module = "harness.recovery" if place == "restore_steps" else "harness.trials"
+    kill = KillAtCall(place=Place("trial", f"{module}:{place}"), when=When.after, nth=1, rank=1, grace_s=0.0)
+    assert attempt("victim", DAMAGE, kill_point=kill).killed
+    run_dir = RunDir(tmp_path / "victim")
+    killed_log = list(events.read(run_dir.events))
+    assert [each.kind for each in events_of(Action, killed_log)][-1] is ActionKind.trial
+    resumed = attempt("victim", None).results
+    log = list(events.read(run_dir.events))
+    faulty_runs.copy_ledger(run_dir.path, tmp_path / "twin")
+    twin = attempt("twin", None).results
+    assert [result.state for result in resumed] == [result.state for result in twin]
+    assert isinstance(log[-1], RunEnded)
+    assert log[-1].exit_code == 0
+    check_log(log)
+    check_replay(log, *TRIALS)
