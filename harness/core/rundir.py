@@ -38,6 +38,7 @@ MAY_DIFFER = (
     "telemetry.",
     "profile.",
     "checkpoint.",
+    "data.remote.",
     "parallel.timeout_s",
 )
 """Keys that may change at a resume: they decide where and how a run executes, not what it computes."""
