@@ -28,6 +28,7 @@ LAYERS = (
         "planned_changes",
         "recomputation",
         "recovery",
+        "remote_resume",
         "resume",
         "run",
         "run_corpus",
@@ -59,6 +60,7 @@ LIBRARY_IMPORTERS = {
     "tokenizers": {"harness/data/prepare/tokenizer.py"},
     "zstandard": {"harness/data/prepare/documents.py"},
     "pyarrow": {"harness/data/prepare/documents.py"},
+    "datasets": {"harness/data/prepare/streamed.py"},
     "safetensors": {"harness/huggingface/convert.py"},
     "torch.distributed": {
         "harness/distributed/world.py",

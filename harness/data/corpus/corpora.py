@@ -62,7 +62,9 @@ def build_corpus(
             return SyntheticCorpus(synthetic, vocab_size=vocab_size, sequence_length=length, seed=seed)
         case DataKind.files:
             key = f"data.sources.{name}.paths"
-            paths = expand(source.paths, key=key) if files is None else [local_path(file.path, key=key) for file in files]
+            paths = (
+                expand(source.paths, key=key) if files is None else [local_path(file.path, key=key) for file in files]
+            )
             opened = [open_tokens(path, dtype=source.dtype, key=key, num_files=len(paths)) for path in paths]
             for file, record in zip(opened, files or [], strict=False):
                 message = f"{file.name}: had {record.num_bytes} bytes when the run recorded it, now {file.num_bytes}"

@@ -136,7 +136,9 @@ class RemoteCache:
         bucket, name = _split(given, key)
         store = self._store(bucket, key)
         if pattern.intersection(name):
-            names = [found.removesuffix(".idx") + ".bin" if found.endswith(".idx") else found for found in store.glob(name)]
+            names = [
+                found.removesuffix(".idx") + ".bin" if found.endswith(".idx") else found for found in store.glob(name)
+            ]
             names = [found for found in names if found.endswith(tuple(endings)) and not found.endswith(".counts.npy")]
             require(bool(names), key, f"{given}: matches no {' or '.join(endings)} file")
             return [f"{bucket}/{found}" for found in sorted(set(names))]

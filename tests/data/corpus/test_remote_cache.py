@@ -78,7 +78,7 @@ def test_a_corpus_equals_the_local_one_and_only_the_blocks_it_needs_are_fetched(
 
     source = SourceConfig(kind=DataKind.files, paths=[f"s3://{BUCKET}/corpus/*.bin"])
     (files,) = list_files({"main": source}).values()
-    assert [(file.path, file.num_bytes) for file in files][0] == (URL, 2 * NUM_TOKENS)
+    assert files[0][:2] == (URL, 2 * NUM_TOKENS)
     corpus = build_corpus(
         "main",
         source,
