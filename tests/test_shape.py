@@ -60,6 +60,8 @@ LIBRARY_IMPORTERS = {
     "tokenizers": {"harness/data/prepare/tokenizer.py"},
     "zstandard": {"harness/data/prepare/documents.py"},
     "pyarrow": {"harness/data/prepare/documents.py"},
+    "lm_eval": {"harness/analysis/evaluation/task_runner.py"},
+    "transformers": {"harness/analysis/evaluation/task_runner.py"},
     "datasets": {"harness/data/prepare/streamed.py"},
     "safetensors": {"harness/huggingface/convert.py"},
     "torch.distributed": {

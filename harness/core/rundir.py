@@ -39,6 +39,7 @@ MAY_DIFFER = (
     "profile.",
     "checkpoint.",
     "data.remote.",
+    "eval.harness",
     "parallel.timeout_s",
 )
 """Keys that may change at a resume: they decide where and how a run executes, not what it computes."""
@@ -154,6 +155,11 @@ class RunDir:
     @property
     def logs(self) -> Path:
         return self.path / "logs"
+
+    @property
+    def evaluations(self) -> Path:
+        """Results of lm-evaluation-harness, one file per evaluated checkpoint."""
+        return self.path / "evaluations"
 
     @property
     def incidents(self) -> Path:

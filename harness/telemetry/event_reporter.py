@@ -22,6 +22,7 @@ from harness.core.events import Action, ActionKind, Event, Intervention, RunEnde
 from harness.core.rundir import RunDir
 from harness.distributed.world import World
 from harness.telemetry.console import Console, closing_lines
+from harness.telemetry.evaluation_process import EvaluationProcess
 from harness.telemetry.event_log import EventLog
 from harness.telemetry.meters import Meter
 from harness.telemetry.postmortem_process import EXIT_WAIT_S, HURRIED_WAIT_S, PostmortemProcess
@@ -50,6 +51,7 @@ class EventReporter:
             self._log = EventLog(self._run.events, on_written=on_written)
             self._console = Console(self._cfg.train.num_steps)
             self._sink = SinkProcess.start(self._run) if enabled_sinks(self._cfg.telemetry) else None
+            self._evaluations = EvaluationProcess.start(self._run, self._cfg.eval)
         return self
 
     def emit(self, event: Event) -> None:
@@ -81,6 +83,8 @@ class EventReporter:
         if self._is_first:
             is_written = self._log.flush()
             is_hurried = event.exit_code == EXIT_INTERRUPTED  # the scheduler does not wait
+            if self._evaluations is not None:
+                self._evaluations.finish(0.0 if is_hurried else self._cfg.eval.harness_exit_wait_s)
             if is_written and self._cfg.telemetry.picture and not is_hurried:
                 self._draw()
             if is_written and self._postmortems is not None:
@@ -97,6 +101,9 @@ class EventReporter:
 
     def _report(self, event: Event) -> None:
         if self._is_first:
+            for result in () if self._evaluations is None else self._evaluations.drain_events():
+                self._log.write(result)
+                self._console.show(result)
             self._log.write(event)
             self._console.show(event)
             if isinstance(event, Intervention) or (isinstance(event, Action) and event.kind is not ActionKind.watch):
