@@ -76,7 +76,7 @@ class ObjectStore:
         self._system.retries = 1  # s3fs repeats requests by itself and logs nothing; here each failure is printed
         self._root = root.rstrip("/")
 
-    def list(self, path: str = "") -> dict[str, StoredObject]:
+    def find_all(self, path: str = "") -> dict[str, StoredObject]:
         """All objects below a path, by their path relative to it; empty if there are none."""
         start = self._full(path)
 

@@ -39,8 +39,8 @@ Megatron read. Also writes PREFIX.meta.json (report, inputs), PREFIX.counts.npy 
 
 INPUT is a file or a directory of files: .txt (one document a file), .jsonl, .json or .ndjson (one JSON object a line),
 each also as .gz or .zst, .parquet and .arrow; or a directory of Hugging Face's `Dataset.save_to_disk`. --dataset reads
-a Hugging Face dataset row by row instead, from a local directory or from a hub. The same input gives the same output for any number of workers. Rerun the same
-command to continue after it was stopped or killed.
+a Hugging Face dataset row by row instead, from a local directory or from a hub. The same input gives the same output
+for any number of workers. Rerun the same command to continue after it was stopped or killed.
 """
 
 PLAIN_PATH = re.compile(r"[\w./-]+")

@@ -1,4 +1,4 @@
-"""Checkpoints in a real S3 server: verified, complete or absent, pruned, and caught up after a failure of the server."""
+"""Checkpoints in a real S3 server: verified, complete or absent, pruned, caught up after a failure of the server."""
 
 from __future__ import annotations
 

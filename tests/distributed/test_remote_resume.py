@@ -17,8 +17,8 @@ from harness.core import events
 from harness.core.events import RunStarted, StepRecord
 from harness.core.rundir import RunDir
 from launch.cli import checkpoint as checkpoint_command
-from tests.distributed import cases
 from tests.data.token_files import write_pair
+from tests.distributed import cases
 from tests.forks import Launched
 from tests.s3_server import BUCKET, S3Server, s3_server
 

@@ -2,8 +2,8 @@
 
     python -m harness.analysis.evaluation RUN_DIR      evaluates the newest checkpoint and prints its events
 
-Rank 0 starts it with its run (`harness.telemetry.evaluation_process`) and reads the events from its standard output, one
-JSON object a line. Everything else that is printed goes to standard error.
+Rank 0 starts it with its run (`harness.telemetry.evaluation_process`) and reads the events from its standard output,
+one JSON object a line. Everything else that is printed goes to standard error.
 """
 
 from __future__ import annotations

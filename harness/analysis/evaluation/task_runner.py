@@ -1,5 +1,4 @@
-"""Runs tasks of lm-evaluation-harness on an exported model. The only module that imports `lm_eval`
-and `transformers`."""
+"""Runs tasks of lm-evaluation-harness on an exported model. Only here `lm_eval` and `transformers` are imported."""
 
 from __future__ import annotations
 

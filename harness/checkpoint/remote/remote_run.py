@@ -83,7 +83,7 @@ class RemoteRun:
     def list_directories(self) -> dict[str, dict[str, StoredObject]]:
         """Name of every checkpoint, complete or not -> its objects."""
         directories: dict[str, dict[str, StoredObject]] = {}
-        for path, found in self.store.list(CHECKPOINTS).items():
+        for path, found in self.store.find_all(CHECKPOINTS).items():
             name, _, file = path.partition("/")
             if file and catalog.is_checkpoint_name(name):
                 directories.setdefault(name, {})[file] = found

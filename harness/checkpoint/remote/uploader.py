@@ -35,10 +35,11 @@ from harness.core.object_store import StoredObject
 from harness.core.rundir import RunDir, write_atomically
 
 RUN_FILES = (
-    *("events.jsonl", "ledger.jsonl", "interventions.jsonl", "config.yaml", "corpus.json", "manifest.json"),
-    *("rare-tokens.npz", "mlflow.json", "wandb.json", "drill.json"),
+    *("mlflow.json", "events.jsonl", "ledger.jsonl", "interventions.jsonl", "config.yaml", "corpus.json"),
+    *("manifest.json", "rare-tokens.npz", "drill.json"),
 )
-"""What a resume elsewhere needs, and what continues the run in its sinks; in the order in which they are read."""
+"""What a resume elsewhere needs, and what continues the run in MLflow, in the order in which they are read: what was
+sent is a position in the log, so it is read before the log."""
 ID_FILE = "remote.json"
 PIECE_BYTES = 2**23
 """A log grows; only its pieces that are not in the store yet are uploaded."""
@@ -206,7 +207,7 @@ class Uploader:
         self._index_s = time.monotonic()
         if index == self._index:
             return
-        store, present = self._remote.store, self._remote.store.list(FILES)
+        store, present = self._remote.store, self._remote.store.find_all(FILES)
         for sha256, block in blocks.items():
             if sha256 not in present or present[sha256].num_bytes != len(block):
                 store.write(f"{FILES}/{sha256}", block)

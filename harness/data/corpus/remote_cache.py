@@ -8,7 +8,8 @@ block for the first time compares content and hash; a block that differs was dam
 short, and is fetched again. A lock on the hash of a block lets one process of the machine fetch it while the others
 wait. The directory in the cache depends on URL and version of the object, so a replaced object never mixes with blocks
 of the old one. Small companions (.idx, .meta.json, ...) are fetched as a whole when the file is opened.
-Left out: eviction. The cache grows up to the size of the corpora; a user deletes its directories while no run uses them.
+Left out: eviction. The cache grows up to the size of the corpora; a user deletes its directories while no run uses
+them.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ KEY = "data.remote"
 
 @final
 class CachedFile:
-    """One object of the store as a local file of the same size, whose content is there only where `require` was called."""
+    """One object of the store as a local file of the same size; it has content only where `require` was called."""
 
     def __init__(
         self, store: ObjectStore, name: str, found: StoredObject, path: Path, *, key: str, block_bytes: int
@@ -202,7 +203,7 @@ class RemoteCache:
         listed_s, listing = self._listings.get(place, (float("-inf"), {}))
         if time.monotonic() - listed_s > LISTING_S or name not in listing:
             prefix = f"{folder}/" if folder else ""
-            listing = {prefix + each: found for each, found in store.list(folder).items()}
+            listing = {prefix + each: found for each, found in store.find_all(folder).items()}
             require(bool(listing), key, f"{place}: has no objects")
             self._listings[place] = (time.monotonic(), listing)
         return listing

@@ -1,4 +1,4 @@
-"""Corpora in a real S3 server: fetched block by block, verified, shared by processes, through failures of the server."""
+"""Corpora in a real S3 server: fetched in blocks, verified, shared by processes, through failures of the server."""
 
 from __future__ import annotations
 

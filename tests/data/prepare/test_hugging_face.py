@@ -55,7 +55,7 @@ def test_a_saved_dataset_is_its_arrow_files_in_order(tmp_path: Path) -> None:
     save_by_hand(tmp_path / "saved", [TEXTS[:2], TEXTS[2:]])
     assert texts_in(find_inputs([str(tmp_path / "saved")])) == TEXTS
     (tmp_path / "saved" / "data-00001-of-00002.arrow").unlink()
-    with pytest.raises(ConfigError, match="data-00001-of-00002.arrow: is missing from the dataset"):
+    with pytest.raises(ConfigError, match=r"data-00001-of-00002\.arrow: is missing from the dataset"):
         find_inputs([str(tmp_path / "saved")])
     both = tmp_path / "both"
     both.mkdir()
