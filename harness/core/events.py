@@ -212,6 +212,8 @@ class TaskEvaluated(Event):
     num_examples: int
     seconds: float
     """Duration of the evaluation of all tasks, with the export."""
+    blocked_s: float = 0.0
+    """Seconds for which the end of the run waited for this and the other results of its last checkpoint."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -84,7 +84,9 @@ class EventReporter:
             is_written = self._log.flush()
             is_hurried = event.exit_code == EXIT_INTERRUPTED  # the scheduler does not wait
             if self._evaluations is not None:
+                begun_s = time.monotonic()
                 self._evaluations.finish(0.0 if is_hurried else self._cfg.eval.harness_exit_wait_s)
+                self._report_evaluations(blocked_s=time.monotonic() - begun_s)
             if is_written and self._cfg.telemetry.picture and not is_hurried:
                 self._draw()
             if is_written and self._postmortems is not None:
@@ -92,6 +94,14 @@ class EventReporter:
                 if not is_hurried:
                     self._postmortems.replay_incidents(self._cfg.telemetry.replay_s)
         self._report(event)
+
+    def _report_evaluations(self, *, blocked_s: float = 0.0) -> None:
+        """Report the results that the evaluation process has sent; the run has waited `blocked_s` for the first one."""
+        for result in () if self._evaluations is None else self._evaluations.drain_events():
+            event = replace(result, time=time.time(), blocked_s=blocked_s)
+            blocked_s = 0.0
+            self._log.write(event)
+            self._console.show(event)
 
     def _draw(self) -> None:
         try:
@@ -101,9 +111,7 @@ class EventReporter:
 
     def _report(self, event: Event) -> None:
         if self._is_first:
-            for result in () if self._evaluations is None else self._evaluations.drain_events():
-                self._log.write(result)
-                self._console.show(result)
+            self._report_evaluations()
             self._log.write(event)
             self._console.show(event)
             if isinstance(event, Intervention) or (isinstance(event, Action) and event.kind is not ActionKind.watch):

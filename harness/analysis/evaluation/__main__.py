@@ -9,8 +9,10 @@ one JSON object a line. Everything else that is printed goes to standard error.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import select
+import shutil
 import signal
 import sys
 import time
@@ -26,6 +28,7 @@ from harness.core.events import to_json
 from harness.core.rundir import RunDir
 
 POLL_S = 2.0
+PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for number in (signal.SIGINT, signal.SIGUSR1):  # meant for the trainer, but sent to all processes of the job
             signal.signal(number, signal.SIG_IGN)
         os.nice(10)
+        end_with_parent()
     try:
         return evaluate_until_end(run, compose.read(run.config), events, trainer=options.trainer)
     except ConfigError as error:
@@ -52,8 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def evaluate_until_end(run: RunDir, cfg: Config, events: IO[str], *, trainer: int | None) -> int:
     """Evaluate checkpoints as they appear, until the trainer has ended; then the last one. A trainer that is gone
     reads no more events, so the process ends at once."""
-    from harness.analysis.evaluation.evaluator import choose_due, evaluate_checkpoint
+    from harness.analysis.evaluation.evaluator import TEMPORARY, choose_due, evaluate_checkpoint
 
+    for left in run.evaluations.glob(f"{TEMPORARY}*"):
+        shutil.rmtree(left, ignore_errors=True)
     given_up: set[str] = set()
     while True:
         is_last = trainer is None or bool(select.select([sys.stdin], [], [], 0)[0])
@@ -75,6 +81,12 @@ def evaluate_until_end(run: RunDir, cfg: Config, events: IO[str], *, trainer: in
             return EXIT_DONE
         else:
             select.select([sys.stdin], [], [], POLL_S)
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the trainer is gone: a restarted trainer starts its own, on the same
+    device."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def log(line: str) -> None:

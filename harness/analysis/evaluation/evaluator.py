@@ -25,6 +25,9 @@ from harness.core.rundir import RunDir
 from harness.data.prepare.tokenizer import ByteTokenizer
 from harness.huggingface.convert import export_model
 
+TEMPORARY = ".model-"
+"""Beginning of the name of an export; what a killed process left is deleted at the next start."""
+
 
 def choose_due(run: RunDir, cfg: EvalConfig, *, is_last: bool, given_up: set[str]) -> Checkpoint | None:
     """The newest checkpoint that is to be evaluated now; None: nothing is due."""
@@ -49,7 +52,7 @@ def evaluate_checkpoint(run: RunDir, checkpoint: Checkpoint, cfg: Config) -> lis
     begun_s = time.monotonic()
     iteration = integrity.read_manifest(checkpoint.path).iteration
     run.evaluations.mkdir(exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=".model-", dir=run.evaluations))
+    folder = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=run.evaluations))
     try:
         model = folder / "model"
         exported = export_model(run, checkpoint, model, dtype=PrecisionKind.fp32)

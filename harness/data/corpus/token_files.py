@@ -68,7 +68,7 @@ def expand(paths: Sequence[str], *, key: str) -> list[Path]:
         files = [file for file in files if file.suffix in ENDINGS and not file.name.endswith(NO_TOKENS)]
         require(bool(files), key, f"{given}: matches no {' or '.join(ENDINGS)} file")
         found |= {_data_file(file, key=key) for file in files}
-    return sorted(found, key=recorded_path)
+    return sorted(found, key=lambda file: Path(recorded_path(file)))
 
 
 def probes_per_file(most: int, num_files: int) -> int:
