@@ -36,18 +36,18 @@ def restore_remote_run(cfg: Config) -> None:
     if cfg.checkpoint.remote.url is None or cfg.run.name is None:
         return
     with ThreadPoolExecutor(max_workers=1) as worker:
-        work = run_once(worker, cfg)
+        work = start_once(worker, cfg)
         while not run_on_rank_zero(lambda: is_done(work())):
             pass
 
 
-def run_once(worker: ThreadPoolExecutor, cfg: Config) -> Callable[[], Future[None]]:
+def start_once(worker: ThreadPoolExecutor, cfg: Config) -> Callable[[], Future[None]]:
     """A function that starts the download at its first call, on rank 0, and returns its future."""
     started: list[Future[None]] = []
 
     def start() -> Future[None]:
         if not started:
-            started.append(worker.submit(restore, rundir.locate(cfg), cfg.checkpoint.remote))
+            started.append(worker.submit(restore_from_store, rundir.locate(cfg), cfg.checkpoint.remote))
         return started[0]
 
     return start
@@ -61,7 +61,7 @@ def is_done(work: Future[None]) -> bool:
     return work.done()
 
 
-def restore(run: RunDir, cfg: CheckpointRemoteConfig) -> None:
+def restore_from_store(run: RunDir, cfg: CheckpointRemoteConfig) -> None:
     """On rank 0: download the run, unless it is there, or was never uploaded."""
     assert cfg.url is not None
     is_local = rundir.has_begun(run)

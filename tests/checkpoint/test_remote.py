@@ -23,7 +23,7 @@ from harness.config.compose import to_yaml
 from harness.config.errors import ConfigError, StorageError
 from harness.core import processes
 from harness.core.rundir import RunDir
-from harness.remote_resume import restore
+from harness.remote_resume import restore_from_store
 from tests.composed import load
 from tests.s3_server import BUCKET, S3Server, s3_server
 
@@ -105,7 +105,7 @@ def test_what_is_uploaded_comes_back_bit_for_bit(server: S3Server, run: RunDir, 
     assert not list(run.checkpoints.glob(f"{PINNED}*"))
 
     elsewhere = RunDir(tmp_path / "elsewhere" / run.path.name)
-    restore(elsewhere, settings().remote)
+    restore_from_store(elsewhere, settings().remote)
     assert [each.name for each in catalog.list_checkpoints(elsewhere.checkpoints)] == [second]
     for file in (run.checkpoints / second).iterdir():
         assert (elsewhere.checkpoints / second / file.name).read_bytes() == file.read_bytes()
@@ -145,7 +145,7 @@ def test_a_tainted_checkpoint_is_not_what_a_resume_takes(server: S3Server, run: 
     catalog.mark(run.checkpoints / second, Health.tainted, "incident")
     list(Uploader(run, remote_of(run), settings())._send_healths(remote_of(run).list_directories()))
     elsewhere = RunDir(tmp_path / "elsewhere" / run.path.name)
-    restore(elsewhere, settings().remote)
+    restore_from_store(elsewhere, settings().remote)
     assert [each.name for each in catalog.list_checkpoints(elsewhere.checkpoints)] == [first]
 
 
@@ -162,7 +162,7 @@ def test_damage_in_the_store_is_found_and_an_older_checkpoint_is_taken(
         remote_of(run).verify_checkpoint(second)
     remote_of(run).verify_checkpoint(first)
     elsewhere = RunDir(tmp_path / "elsewhere" / run.path.name)
-    restore(elsewhere, settings().remote)
+    restore_from_store(elsewhere, settings().remote)
     assert [each.name for each in catalog.list_checkpoints(elsewhere.checkpoints)] == [first]
 
 
@@ -201,7 +201,7 @@ def test_an_uploader_killed_in_the_middle_leaves_no_checkpoint(server: S3Server,
     assert 0 < len(directories[name]) < 14, "some files of the checkpoint are in the store"
     assert stored(run) == []
     elsewhere = RunDir(tmp_path / "elsewhere" / run.path.name)
-    restore(elsewhere, settings().remote)
+    restore_from_store(elsewhere, settings().remote)
     assert not elsewhere.path.exists()
 
     catalog.delete(run.checkpoints / name)
@@ -259,12 +259,12 @@ def test_a_store_that_has_gone_on_elsewhere_or_holds_another_run_is_rejected(
     upload(run)
     run.events.write_text('{"event":"run_started","time":0,"iteration":5,"world_size":1,"num_steps":9}\n')
     with pytest.raises(ConfigError, match="has come to iteration 10"):
-        restore(run, settings().remote)
+        restore_from_store(run, settings().remote)
     other = RunDir(tmp_path / "other" / run.path.name)
     shutil.copytree(run.path, other.path)
     (other.path / "remote.json").write_text('{"id": "0123"}')
     with pytest.raises(ConfigError, match="holds another run"):
-        restore(other, settings().remote)
+        restore_from_store(other, settings().remote)
     with pytest.raises(ConfigError, match="holds another run"):
         upload(other)
 
@@ -276,10 +276,10 @@ def test_without_the_store_a_local_run_goes_on_and_a_new_machine_waits(
     cfg.retry_s = 1.0
     server.relay.down()
     try:
-        restore(run, cfg)
+        restore_from_store(run, cfg)
         assert "uploads wait" in capsys.readouterr().err
         with pytest.raises(StorageError, match="does not answer"):
-            restore(RunDir(tmp_path / "none" / run.path.name), cfg)
+            restore_from_store(RunDir(tmp_path / "none" / run.path.name), cfg)
         fast = settings()
         fast.remote.exit_wait_s = 1.0
         assert upload_until_end(run, fast, trainer=None) == 75

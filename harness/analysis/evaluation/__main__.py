@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return evaluate_until_end(run, compose.read(run.config), events, trainer=options.trainer)
     except ConfigError as error:
-        log(str(error))
+        log_evaluation(str(error))
         return EXIT_BAD_CONFIG
 
 
@@ -70,12 +70,12 @@ def evaluate_until_end(run: RunDir, cfg: Config, events: IO[str], *, trainer: in
             try:
                 for event in evaluate_checkpoint(run, due, cfg):
                     print(to_json(event), file=events, flush=True)
-                log(f"{due.name}: evaluated")
+                log_evaluation(f"{due.name}: evaluated")
             except ConfigError:
                 raise
             except Exception as error:  # deleted meanwhile, a dataset that cannot be loaded, a failure of the library
                 traceback.print_exc()
-                log(f"{due.name}: not evaluated: {' '.join(str(error).split())[:300]}")
+                log_evaluation(f"{due.name}: not evaluated: {' '.join(str(error).split())[:300]}")
             given_up.add(due.name)
         elif is_last:
             return EXIT_DONE
@@ -89,7 +89,7 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def log(line: str) -> None:
+def log_evaluation(line: str) -> None:
     print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}", file=sys.stderr, flush=True)
 
 

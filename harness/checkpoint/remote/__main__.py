@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with exclusive(run.path / LOCK, keep_trying=lambda: True):
             return upload_until_end(run, cfg, trainer=options.trainer)
     except ConfigError as error:
-        log(str(error))
+        log_upload(str(error))
         return EXIT_BAD_CONFIG
 
 
@@ -68,22 +68,22 @@ def upload_until_end(run: RunDir, cfg: CheckpointConfig, *, trainer: int | None)
         try:
             uploader = uploader or Uploader(run, remote, cfg)
             for line in uploader.upload_due(last=is_last):
-                log(line)
+                log_upload(line)
             if failed:
-                log("the store answers again; everything was uploaded")
+                log_upload("the store answers again; everything was uploaded")
             failed, pause_s = "", FIRST_PAUSE_S
             if is_last:
                 return EXIT_DONE
         except OSError as error:
             problem = str(error) if isinstance(error, StorageError) else f"{error.filename}: {error.strerror}"
-            log(problem if problem != failed else f"still: {problem}")
+            log_upload(problem if problem != failed else f"still: {problem}")
             failed, pause_s = problem, min(2 * pause_s, LONGEST_PAUSE_S)
         if gone_s is not None and time.monotonic() - gone_s > cfg.remote.exit_wait_s:
             return EXIT_INTERRUPTED
         _sleep(pause_s if failed else POLL_S, trainer)
 
 
-def log(line: str) -> None:
+def log_upload(line: str) -> None:
     print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}", file=sys.stderr, flush=True)
 
 

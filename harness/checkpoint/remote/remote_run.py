@@ -65,7 +65,7 @@ class RemoteRun:
         except FileNotFoundError:
             return None
         try:
-            return parse_index(text)
+            return parse_run_index(text)
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(KEY, f"{self.url}/{INDEX}: is damaged or of another version ({error})") from None
 
@@ -168,7 +168,7 @@ def render_index(index: RunIndex) -> bytes:
     return json.dumps(content | {"sha256": _digest(content)}, indent=1).encode()
 
 
-def parse_index(text: bytes) -> RunIndex:
+def parse_run_index(text: bytes) -> RunIndex:
     """Raises ValueError, KeyError or TypeError if this version cannot read it."""
     content = json.loads(text)
     if content.pop("sha256") != _digest(content):
