@@ -25,6 +25,7 @@ from harness.data.corpus.corpus_record import render_record
 from harness.distributed.collectives import run_on_all_ranks, run_on_rank_zero
 from harness.recovery import set_rate
 from harness.run_corpus import RunData
+from harness.telemetry.evaluation_process import require_evaluation
 from harness.telemetry.event_log import events_since, last_iteration, last_recorded_iteration
 from harness.telemetry.sinks.sink_checks import require_sinks
 
@@ -48,6 +49,7 @@ def open_run(cfg: Config, data: RunData) -> Opened:
     try:
         rundir.check_resume(cfg, run)
         require_sinks(cfg.telemetry)
+        require_evaluation(cfg.eval)
         run_lease.hold(run.path, cfg.run.lease_s)
         seen = max(last_iteration(run.events), 0)
         corpus = render_record(data.record)

@@ -35,6 +35,7 @@ from harness.data.corpus.corpus_record import (
 )
 from harness.data.corpus.file_probe import ListedFile, list_files
 from harness.data.corpus.host_agreement import KeyedFile, agree_on_files
+from harness.data.corpus.remote_cache import use_cache
 from harness.data.order.ledger import Exclusion, Ledger
 from harness.data.order.mixture import BatchSize, Change
 from harness.data.sources import configured_sizes, open_sources, train_recipe
@@ -69,6 +70,7 @@ class Progress(NamedTuple):
 
 def resolve_run_data(cfg: Config, *, world: World) -> RunData:
     """Decide which data this start reads; every rank gets the same answer or the same error."""
+    use_cache(cfg.data.remote)
     planned = run_on_rank_zero(lambda: plan_data(cfg))
     files = [
         KeyedFile(key_of(name), file.listed) for name, source in planned.record.sources.items() for file in source.files
@@ -152,6 +154,7 @@ def add_files(
 
 def first_record(cfg: Config) -> DataRecord:
     """Record the data as it is now, as at the first start of a run."""
+    use_cache(cfg.data.remote)
     listed = list_files(cfg.data.sources)
     sources = {}
     for name, source in cfg.data.sources.items():

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from harness.build import Parts, build, build_meter, closing_parts, run_manifest
+from harness.checkpoint.remote.upload_process import uploading
 from harness.config import compose
 from harness.config.errors import (
     EXIT_BAD_CONFIG,
@@ -46,6 +47,7 @@ from harness.precision.fp8.engine import require_engine
 from harness.precision.mixed_precision import emulate_half_matmul
 from harness.recomputation import choose_recomputation, explain_off
 from harness.recovery import run_actions
+from harness.remote_resume import restore_remote_run
 from harness.resume import Opened, open_run, resume
 from harness.run import Ending, Run
 from harness.run_corpus import resolve_run_data
@@ -296,6 +298,7 @@ def run_worker(cfg: Config, outfit: Outfit = as_built) -> int:
         connected(cfg.parallel, ranks_per_gpu=cfg.launch.ranks_per_gpu) as world,
     ):
         run_on_all_ranks(lambda: require_engine(cfg.precision, world.device))
+        restore_remote_run(cfg)
         data = resolve_run_data(cfg, world=world)
         opened = run_on_rank_zero(lambda: open_run(cfg, data))
         if opened.problem:
@@ -311,6 +314,7 @@ def run_opened(
     with (
         Heartbeat(directory, rank=world.rank, world_size=world.size, num_steps=cfg.train.num_steps) as heart,
         sampling_system(directory, world, heart, every_s=cfg.telemetry.system_every_s),
+        uploading(directory, cfg.checkpoint.remote, is_first=world.is_first),
         closing_parts(build(cfg, world, directory, shares_snapshots=True)) as parts,
         enter_on_all_ranks(EventReporter(cfg, directory, world=world, meter=build_meter(cfg, world))) as reporter,
         enter_on_all_ranks(watching(directory, stop, is_first=world.is_first)) as inbox,

@@ -30,6 +30,7 @@ from harness.core.fast_imports import loading
 from harness.core.locking.run_lease import require_free
 from harness.core.rundir import check_resume, locate, name_run
 from harness.core.safe_stream import safe_output
+from harness.telemetry.evaluation_process import require_evaluation
 from harness.telemetry.sinks.sink_checks import require_packages, require_sinks
 from launch.local.thread_count import count_expected_ranks, rank_thread_environment
 from launch.local.worker import select_worker
@@ -176,6 +177,7 @@ def launch_run(cfg: Config) -> int:
 
     problems = check_preflight(cfg)
     require_packages(cfg.telemetry)
+    require_evaluation(cfg.eval)
     name_run(cfg)
     if cfg.launch.kind is LaunchKind.k8s:
         from launch.k8s.dry_run import print_manifest

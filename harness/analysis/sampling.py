@@ -25,6 +25,7 @@ from harness.config.errors import ConfigError, require
 from harness.config.precision import PrecisionKind
 from harness.config.schema import Config
 from harness.data.batch_view import tokenizer_beside
+from harness.data.corpus.remote_cache import use_cache
 from harness.data.corpus.token_files import expand
 from harness.data.prepare.prepared_files import CorpusFiles
 from harness.data.prepare.tokenizer import ByteTokenizer, Tokenizer
@@ -69,6 +70,7 @@ def find_codec(cfg: Config) -> TextCodec:
         is_text = any(source.kind is DataKind.embedded for source in cfg.data.sources.values())
         require(is_text, "data.sources", "this run trained on synthetic tokens, which are no text")
         return TextCodec(tokenizer=ByteTokenizer())
+    use_cache(cfg.data.remote)
     first = expand(files, key="data.sources")[0]
     tokenizer = tokenizer_beside(first)
     if tokenizer is None:

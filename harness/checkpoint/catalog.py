@@ -86,6 +86,10 @@ def parse_name(name: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+def is_checkpoint_name(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None
+
+
 def list_checkpoints(root: Path) -> list[Checkpoint]:
     """All checkpoints, oldest first; `StorageError` if the directory cannot be listed."""
     found = [

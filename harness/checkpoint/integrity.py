@@ -179,6 +179,11 @@ def _read_manifest(path: Path, *, again: bool) -> Manifest:
         raise OtherVersion(path, str(error)) from None
 
 
+def parse_manifest(text: str) -> Manifest:
+    """The manifest in this text; ValueError if it is damaged or of another version."""
+    return _parse(_check_own_hash(json.loads(text)))
+
+
 def verify(
     directory: Path,
     *,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from harness.config.errors import require
 
@@ -52,6 +52,34 @@ class RingConfig:
 
 
 @dataclass(slots=True, kw_only=True)
+class CheckpointRemoteConfig:
+    """Copies of the checkpoints in an object store."""
+
+    url: str | None = None
+    """Object store, such as s3://bucket/runs; checkpoints and run files go to URL/RUN_NAME, in the background. A start
+    without a local run directory resumes from there. null: no upload."""
+    keep: int = 3
+    """Number of newest checkpoints that stay in the store; the newest good one and those of
+    checkpoint.keep_every_steps always stay."""
+    retry_s: float = 300.0
+    """Seconds for which a start repeats failed requests; after that it exits with 75. An upload is repeated for as long
+    as the run lives."""
+    exit_wait_s: float = 600.0
+    """Seconds for which the end of a run waits until everything is uploaded; `harness checkpoint upload` uploads the
+    rest later."""
+
+    def __post_init__(self) -> None:
+        valid = self.url is None or "://" in self.url
+        require(valid, "checkpoint.remote.url", f"must be a URL such as s3://bucket/runs, or null, got {self.url!r}")
+        message = "must hold no user or password; the store's client reads them from the environment"
+        require(self.url is None or "@" not in self.url, "checkpoint.remote.url", message)
+        require(self.keep >= 1, "checkpoint.remote.keep", f"must be at least 1, got {self.keep}")
+        for name in ("retry_s", "exit_wait_s"):
+            value = getattr(self, name)
+            require(0 <= value < math.inf, f"checkpoint.remote.{name}", f"must be 0 or more, and finite, got {value}")
+
+
+@dataclass(slots=True, kw_only=True)
 class CheckpointConfig:
     """Checkpoints on disk."""
 
@@ -73,6 +101,7 @@ class CheckpointConfig:
     retry. After that a start exits with 75, and a rollback tries an older checkpoint. Should be below
     launch.start_within_s: the launcher treats a longer start or restore as a hang."""
     ring: RingConfig
+    remote: CheckpointRemoteConfig = field(default_factory=CheckpointRemoteConfig)
 
     def __post_init__(self) -> None:
         for name in ("every_steps", "keep_every_steps", "keep_behind_steps"):

@@ -68,7 +68,7 @@ class SourceConfig:
     """Seed of the sample order, and of the content of a synthetic source; null: derived from run.seed and the name of
     the source."""
     paths: list[str] = field(default_factory=list)
-    """files only: Megatron prefixes, .bin or .npy files, globs."""
+    """files only: Megatron prefixes, .bin or .npy files, globs; on disk, or as URLs of an object store (s3://, gs://)."""
     dtype: TokenDtype = TokenDtype.auto
     """files only: integer type of a flat .bin without a header; auto: from the file's own header, else uint16."""
 
@@ -101,6 +101,30 @@ class StratifyConfig:
 
 
 @dataclass(slots=True, kw_only=True)
+class RemoteDataConfig:
+    """Cache of token files in an object store (paths such as s3://bucket/corpus/*.bin)."""
+
+    cache_dir: str | None = None
+    """Local directory of the cache, shared by all ranks and runs of a machine; it grows up to the size of the corpora.
+    null: pretraining-harness/corpora in $XDG_CACHE_HOME or ~/.cache."""
+    block_kb: int = 1024
+    """Size of a block in KiB: what one request fetches and one hash covers."""
+    ahead_batches: int = 16
+    """Batches whose blocks are fetched in advance, in the background."""
+    retry_s: float = 120.0
+    """Seconds for which a failed request is repeated, with growing pauses; after that the run exits with 75. Should be
+    below launch.hang_after_s, because ranks that wait for data make no progress."""
+
+    def __post_init__(self) -> None:
+        message = f"must be 64 to 65536, got {self.block_kb}"
+        require(64 <= self.block_kb <= 65536, "data.remote.block_kb", message)
+        message = f"must be 0 or more, got {self.ahead_batches}"
+        require(self.ahead_batches >= 0, "data.remote.ahead_batches", message)
+        valid = 0 <= self.retry_s < math.inf
+        require(valid, "data.remote.retry_s", f"must be 0 or more, and finite, got {self.retry_s}")
+
+
+@dataclass(slots=True, kw_only=True)
 class DataConfig:
     """Sources of tokens and how they are mixed."""
 
@@ -119,6 +143,7 @@ class DataConfig:
     stratify: StratifyConfig
     synthetic: SyntheticConfig
     """Settings of all synthetic sources, which differ only in their seeds."""
+    remote: RemoteDataConfig = field(default_factory=RemoteDataConfig)
 
     def __post_init__(self) -> None:
         require(0 < self.eval_fraction < 1, "data.eval_fraction", f"must be between 0 and 1, got {self.eval_fraction}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -144,7 +145,33 @@ class EvalConfig:
     """Steps between evaluations on held-out data; 0: never. The last step is always evaluated unless 0."""
     num_batches: int
     """Held-out batches per evaluation; fewer if the held-out data has fewer."""
+    harness: list[str] = field(default_factory=list)
+    """Tasks of lm-evaluation-harness, such as [hellaswag,arc_easy], computed on checkpoints by a process beside
+    training; empty: none."""
+    harness_every_steps: int = 0
+    """Steps between evaluated checkpoints; 0: the newest checkpoint whenever the process is free. The last one of the
+    run is always evaluated."""
+    harness_device: str = "cpu"
+    """Device of that process: cpu, or one GPU such as cuda:7, which needs room beside what trains there."""
+    harness_batch_size: int = 8
+    """Sequences per forward pass."""
+    harness_limit: int | None = None
+    """Examples of each task; null: all."""
+    harness_fewshot: int | None = None
+    """Examples in the context; null: as the task says."""
+    harness_tasks_dir: str | None = None
+    """Directory with YAML files of further tasks; null: only those that come with lm-evaluation-harness."""
+    harness_exit_wait_s: float = 600.0
+    """Seconds for which the end of a run waits for the last evaluation; after an interruption nothing is waited for."""
 
     def __post_init__(self) -> None:
+        for name in ("harness_batch_size", "harness_limit"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"eval.{name}", f"must be at least 1, got {value}")
+        for name in ("harness_every_steps", "harness_fewshot", "harness_exit_wait_s"):
+            value = getattr(self, name)
+            require(value is None or value >= 0, f"eval.{name}", f"must be 0 or more, got {value}")
+        valid = re.fullmatch(r"cpu|cuda(:\d+)?", self.harness_device) is not None
+        require(valid, "eval.harness_device", f"must be cpu, cuda or cuda:N, got {self.harness_device!r}")
         require(self.every_steps >= 0, "eval.every_steps", f"must be 0 (never) or more, got {self.every_steps}")
         require(self.num_batches >= 1, "eval.num_batches", f"must be at least 1, got {self.num_batches}")

@@ -206,6 +206,25 @@ class EvalRecord(Event):
 
 
 @dataclass(slots=True, kw_only=True)
+class TaskEvaluated(Event):
+    """Result of one task of lm-evaluation-harness on an exported checkpoint; computed beside training."""
+
+    name: ClassVar[str] = "task_evaluated"
+    step: int
+    """Updates applied at the checkpoint. `iteration` is that of the checkpoint too, not of the time of the result."""
+    directory: str
+    """Name of the checkpoint directory."""
+    task: str
+    metrics: dict[str, float]
+    """Metric -> value, such as acc, acc_stderr, acc_norm; with `,FILTER` behind it if the task has several filters."""
+    num_examples: int
+    seconds: float
+    """Duration of the evaluation of all tasks, with the export."""
+    blocked_s: float = 0.0
+    """Seconds for which the end of the run waited for this and the other results of its last checkpoint."""
+
+
+@dataclass(slots=True, kw_only=True)
 class HeldOutMeasured(Event):
     """Loss on the fixed held-out rows, measured at the start and at every checkpoint.
 
@@ -642,6 +661,7 @@ EVENTS: dict[str, type[Event]] = {
         RunStarted,
         StepRecord,
         EvalRecord,
+        TaskEvaluated,
         HeldOutMeasured,
         ChangePlanned,
         CheckpointSaved,

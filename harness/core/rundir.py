@@ -38,6 +38,8 @@ MAY_DIFFER = (
     "telemetry.",
     "profile.",
     "checkpoint.",
+    "data.remote.",
+    "eval.harness",
     "parallel.timeout_s",
 )
 """Keys that may change at a resume: they decide where and how a run executes, not what it computes."""
@@ -153,6 +155,11 @@ class RunDir:
     @property
     def logs(self) -> Path:
         return self.path / "logs"
+
+    @property
+    def evaluations(self) -> Path:
+        """Results of lm-evaluation-harness, one file per evaluated checkpoint."""
+        return self.path / "evaluations"
 
     @property
     def incidents(self) -> Path:

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from harness.config.errors import ConfigError, require
+from harness.config.errors import ConfigError, StorageError, require
 from harness.core.batch_shares import Sharing
 from harness.data.batch import IGNORED, Batch
 from harness.data.batch_facts import (
@@ -39,6 +39,7 @@ from harness.data.batch_facts import (
     row_digest,
 )
 from harness.data.corpus.corpus import Corpus, SampleOrigin, Tokens, digest
+from harness.data.corpus.token_windows import FilesCorpus
 from harness.data.order.ledger import Ledger
 from harness.data.order.mixture import BatchSize, BatchSizes, Change, Mixture, MixtureRecipe
 from harness.data.order.order import Stretch, num_unrepeated, samples_in
@@ -132,6 +133,7 @@ class Batches:
         document_mask: bool = False,
         stratified: StratifiedOrder | None = None,
         with_facts: bool = False,
+        fetch_ahead: int = 0,
     ) -> None:
         assert list(recipe.weights) == [source.name for source in sources]
         assert all(source.samples.step == 1 for source in sources), "a corpus is split into contiguous parts"
@@ -152,6 +154,10 @@ class Batches:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
         self._prefetched: dict[int, Future[_HostBatch]] = {}
         self._redirected: dict[int, dict[tuple[int, int], int]] = {}
+        is_remote = any(isinstance(source.corpus, FilesCorpus) and source.corpus.is_remote for source in sources)
+        self._fetch_ahead = fetch_ahead if is_remote else 0
+        self._fetcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fetch") if self._fetch_ahead else None
+        self._fetched_until = 0
         most = self._sharing(self._sizes.largest).num_slots
         self._only_source = torch.zeros(most, dtype=torch.int64, device=share.device)
         self._last = -1
@@ -180,6 +186,8 @@ class Batches:
         batch = self._to_device(host_batch)
         if in_order and idle_s > self._compute_s:
             self._prefetch(index)
+        if self._fetcher is not None:
+            self._fetch_blocks(self._fetcher, index)
         self._returned_s = time.perf_counter()
         self.wait_s = self._returned_s - requested_s
         return batch
@@ -274,6 +282,8 @@ class Batches:
         """End the prefetch thread; no batch can be requested afterwards."""
         self._worker.shutdown(wait=True, cancel_futures=True)
         self._prefetched.clear()
+        if self._fetcher is not None:
+            self._fetcher.shutdown(wait=False, cancel_futures=True)
 
     def _apply_ledger(self) -> None:
         """Rebuild the mixture from the ledger, and drop prefetched batches, which may have other weights."""
@@ -299,6 +309,32 @@ class Batches:
         for guess in guesses[1:]:
             if guess not in self._prefetched:
                 self._prefetched[guess] = self._worker.submit(self._compute, guess, self.mixture, self._allocate(guess))
+
+    def _fetch_blocks(self, fetcher: ThreadPoolExecutor, index: int) -> None:
+        """Let the background thread fetch what the next batches need from an object store.
+
+        Computing a batch then finds its blocks on disk, and the step waits only if the store is slower than training.
+        """
+        if not index < self._fetched_until <= index + self._fetch_ahead + 1:
+            self._fetched_until = index + 1
+        last = index + 1 + self._fetch_ahead
+        if self._fetched_until <= last - max(1, self._fetch_ahead // 2):
+            fetcher.submit(self._fetch_range, self._fetched_until, last, self.mixture)
+            self._fetched_until = last
+
+    def _fetch_range(self, first: int, end: int, mixture: Mixture) -> None:
+        """Fetch the blocks of this rank's rows of some batches. Errors are left to the thread that reads the rows."""
+        try:
+            while first < end:
+                plan = self._plan_from(first, end - first, mixture)
+                for index, (sources, samples) in enumerate(zip(plan.sources, plan.samples, strict=True), start=first):
+                    own = self._rank_rows(index).slots
+                    for number, source in enumerate(self.sources):
+                        if isinstance(source.corpus, FilesCorpus):
+                            source.corpus.fetch(samples[own][sources[own] == number])
+                first += len(plan.samples)
+        except (ConfigError, StorageError):
+            return
 
     def _rank_rows(self, index: int) -> _RankRows:
         """How the ranks share a global batch; cached by its size."""

@@ -23,6 +23,7 @@ from harness.data.corpus.corpora import build_corpus, split
 from harness.data.corpus.corpus import Corpus, SampleShape
 from harness.data.corpus.corpus_record import DataRecord, SourceRecord, later_stretches, read_record
 from harness.data.corpus.document_ends import contains_token, num_searched
+from harness.data.corpus.remote_cache import use_cache
 from harness.data.corpus.token_windows import FilesCorpus
 from harness.data.order.ledger import Ledger
 from harness.data.order.mixture import BatchSize, Change, MixtureRecipe
@@ -71,6 +72,7 @@ def open_data(
         document_mask=mask,
         stratified=build_stratified_order(cfg, train_sources, recipe, rare_index),
         with_facts=True,
+        fetch_ahead=cfg.data.remote.ahead_batches,
     )
     message = f"must be at most the {describe_capacity(train)} of training data, got {size}"
     require(len(train) > 0, "train.batch_size", message)
@@ -83,6 +85,7 @@ def open_data(
 def open_sources(cfg: Config, record: DataRecord | None = None) -> tuple[list[Source], list[Source]]:
     """Each source's training samples and held-out samples; the latter are the tail of the files that the run began
     with."""
+    use_cache(cfg.data.remote)
     train, held_out = [], []
     for name in cfg.data.sources:
         seed = source_seed(cfg, name)
@@ -138,9 +141,9 @@ def require_documents(name: str, corpus: Corpus, eod_token: int | None) -> None:
         return
     if eod_token is None:
         advice = "set data.eod_token to the id that ends its documents, prepare it with an .idx (harness data prepare)"
-        message = f"{flat[0].path} has no document boundaries; {advice}, or set this to false"
+        message = f"{flat[0].name} has no document boundaries; {advice}, or set this to false"
         raise ConfigError("data.document_mask", message)
-    files = str(flat[0].path) if len(flat) == 1 else f"{flat[0].path} and {len(flat) - 1} more files"
+    files = flat[0].name if len(flat) == 1 else f"{flat[0].name} and {len(flat) - 1} more files"
     searched = f"the first {num_searched(flat)} tokens of source {name} ({files})"
     message = f"id {eod_token} does not occur in {searched}, so data.document_mask would keep no documents apart"
     require(contains_token(flat, eod_token), "data.eod_token", f"{message}; set the id that ends documents there")

@@ -38,6 +38,7 @@ from harness.config.precision import PrecisionKind
 from harness.config.schema import Config
 from harness.core.rundir import RunDir, write_atomically
 from harness.core.state import RunState
+from harness.data.corpus.remote_cache import use_cache
 from harness.data.corpus.token_files import expand
 from harness.data.prepare.prepared_files import CorpusFiles
 from harness.data.prepare.tokenizer import open_tokenizer
@@ -191,6 +192,7 @@ def find_tokenizer(cfg: Config) -> tuple[Path, str | None] | None:
     """The tokenizer beside the data of a run and its end-of-document token; None unless all files share one."""
     if any(source.kind is not DataKind.files for source in cfg.data.sources.values()):
         return None
+    use_cache(cfg.data.remote)
     try:
         files = [file for source in cfg.data.sources.values() for file in expand(source.paths, key="data")]
         corpora = [CorpusFiles(file.with_suffix("")) for file in files]

@@ -35,6 +35,7 @@ from harness.core.events import (
     RunRestarted,
     RunStarted,
     StepRecord,
+    TaskEvaluated,
     TrialMeasured,
 )
 from harness.core.rundir import RunDir
@@ -143,6 +144,9 @@ def event_line(event: Event) -> str | None:
             )
         case EvalRecord():
             return f"step {event.step}: eval loss {event.loss:.4f}"
+        case TaskEvaluated():
+            scores = ", ".join(f"{name} {value:.4g}" for name, value in event.metrics.items() if "_stderr" not in name)
+            return f"step {event.step}: {event.task}: {scores}"
         case CheckpointSaved():
             return f"step {event.step}: saved {event.directory} in {event.seconds:.1f} s"
         case CheckpointFailed():

@@ -22,6 +22,7 @@ from harness.core.events import Action, ActionKind, Event, Intervention, RunEnde
 from harness.core.rundir import RunDir
 from harness.distributed.world import World
 from harness.telemetry.console import Console, closing_lines
+from harness.telemetry.evaluation_process import EvaluationProcess
 from harness.telemetry.event_log import EventLog
 from harness.telemetry.meters import Meter
 from harness.telemetry.postmortem_process import EXIT_WAIT_S, HURRIED_WAIT_S, PostmortemProcess
@@ -50,6 +51,7 @@ class EventReporter:
             self._log = EventLog(self._run.events, on_written=on_written)
             self._console = Console(self._cfg.train.num_steps)
             self._sink = SinkProcess.start(self._run) if enabled_sinks(self._cfg.telemetry) else None
+            self._evaluations = EvaluationProcess.start(self._run, self._cfg.eval)
         return self
 
     def emit(self, event: Event) -> None:
@@ -85,6 +87,10 @@ class EventReporter:
         if self._is_first:
             is_written = self._log.flush()
             is_hurried = event.exit_code == EXIT_INTERRUPTED  # the scheduler does not wait
+            if self._evaluations is not None:
+                begun_s = time.monotonic()
+                self._evaluations.finish(0.0 if is_hurried else self._cfg.eval.harness_exit_wait_s)
+                self._report_evaluations(blocked_s=time.monotonic() - begun_s)
             if is_written and self._cfg.telemetry.picture and not is_hurried:
                 self._draw()
             if is_written and self._postmortems is not None:
@@ -92,6 +98,14 @@ class EventReporter:
                 if not is_hurried:
                     self._postmortems.replay_incidents(self._cfg.telemetry.replay_s)
         self._report(event)
+
+    def _report_evaluations(self, *, blocked_s: float = 0.0) -> None:
+        """Report the results that the evaluation process has sent; the run has waited `blocked_s` for the first one."""
+        for result in () if self._evaluations is None else self._evaluations.drain_events():
+            event = replace(result, time=time.time(), blocked_s=blocked_s)
+            blocked_s = 0.0
+            self._log.write(event)
+            self._console.show(event)
 
     def _draw(self) -> None:
         try:
@@ -101,6 +115,7 @@ class EventReporter:
 
     def _report(self, event: Event) -> None:
         if self._is_first:
+            self._report_evaluations()
             self._log.write(event)
             self._console.show(event)
             if isinstance(event, Intervention) or (isinstance(event, Action) and event.kind is not ActionKind.watch):

@@ -26,6 +26,7 @@ from harness.checkpoint.catalog import Checkpoint, Health
 from harness.checkpoint.integrity import Damaged, OtherVersion
 from harness.checkpoint.listing import QUARANTINED, bytes_of, checkpoint_rows, render, size_text
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError, require
+from harness.core.object_store import is_url
 from harness.core.rundir import RunDir
 from launch.cli.parser import CommandParser
 from launch.cli.progress_bar import ProgressBar
@@ -33,7 +34,7 @@ from launch.cli.progress_bar import ProgressBar
 EXIT_DAMAGED = 1
 DEFAULT_RETENTION = {"keep": 2, "keep_every_steps": 0, "keep_behind_steps": 0}
 """Retention of a run without a config."""
-COMMANDS = "list, verify, prune, average, export, import, or --help"
+COMMANDS = "list, verify, prune, average, upload, export, import, or --help"
 
 HELP = """\
 usage: harness checkpoint COMMAND [ARGUMENTS]
@@ -43,10 +44,12 @@ commands:
   verify   compare every file with its checksum: harness checkpoint verify RUN [NAME...]
   prune    delete what retention does not keep: harness checkpoint prune RUN
   average  average the parameters of several: harness checkpoint average RUN --last K --output DIR
+  upload   upload to checkpoint.remote.url what is not there yet: harness checkpoint upload RUN
   export   convert to the Hugging Face layout: harness checkpoint export RUN --output DIR
   import   convert from the Hugging Face layout: harness checkpoint import DIR RUN
 
-RUN is a run directory, such as runs/first. See `harness checkpoint COMMAND --help` for its arguments.
+RUN is a run directory, such as runs/first; for list and verify also a run in an object store, such as
+s3://bucket/runs/first. See `harness checkpoint COMMAND --help` for its arguments.
 """
 
 LIST = """\
@@ -70,6 +73,13 @@ listed. Safe while the run is training.
 """
 
 
+UPLOAD = """\
+Upload the checkpoints and files of a run to its checkpoint.remote.url, as the run itself does: what is there already is
+not sent again, every file is read back and compared, and retention applies. Prints one line for each checkpoint. Exit
+code 75: the store did not answer for checkpoint.remote.exit_wait_s seconds.
+"""
+
+
 def main(argv: Sequence[str]) -> int:
     """Run one command; returns its exit code."""
     try:
@@ -87,6 +97,11 @@ def main(argv: Sequence[str]) -> int:
                 from launch.cli import checkpoint_average
 
                 return checkpoint_average.average_command(arguments)
+            case ["upload", *arguments]:
+                from launch.cli import remote_checkpoints
+
+                run = make_parser("upload", UPLOAD).parse_args(arguments).run
+                return remote_checkpoints.upload_rest(open_run_dir(run))
             case ["export", *arguments]:
                 from launch.cli import model_exchange
 
@@ -115,6 +130,10 @@ def list_command(arguments: Sequence[str]) -> int:
     parser = make_parser("list", LIST)
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     args = parser.parse_args(arguments)
+    if is_url(args.run):
+        from launch.cli import remote_checkpoints
+
+        return remote_checkpoints.list_remote(args.run, as_json=args.json)
     run = open_run_dir(args.run)
     now_s, rows = time.time(), checkpoint_rows(run.checkpoints)
     if args.json:
@@ -131,6 +150,10 @@ def verify_command(arguments: Sequence[str]) -> int:
         "name", nargs="*", metavar="NAME", help="name of a checkpoint, as printed by list; default: all"
     )
     args = parser.parse_args(arguments)
+    if is_url(args.run):
+        from launch.cli import remote_checkpoints
+
+        return remote_checkpoints.verify_remote(args.run, args.name)
     run = open_run_dir(args.run)
     paths = (
         find_named(run, args.name)

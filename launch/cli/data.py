@@ -20,7 +20,7 @@ from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, 
 from harness.core.rundir import locate
 from harness.data.prepare.document_filter import DocumentFilter
 from harness.data.prepare.prepared_files import Options
-from harness.data.prepare.tokenizer import EOD_TOKEN
+from harness.data.prepare.tokenizer import EOD_TOKEN, end_token_of, find_tokenizer_file
 from launch.cli.parser import CommandParser
 
 HELP = """\
@@ -38,8 +38,9 @@ Tokenize texts to PREFIX.bin and PREFIX.idx, which `harness train data=files dat
 Megatron read. Also writes PREFIX.meta.json (report, inputs), PREFIX.counts.npy and PREFIX.tokenizer.json.
 
 INPUT is a file or a directory of files: .txt (one document a file), .jsonl, .json or .ndjson (one JSON object a line),
-each also as .gz or .zst, and .parquet. The same input gives the same output for any number of workers. Rerun the same
-command to continue after it was stopped or killed.
+each also as .gz or .zst, .parquet and .arrow; or a directory of Hugging Face's `Dataset.save_to_disk`. --dataset reads
+a Hugging Face dataset row by row instead, from a local directory or from a hub. The same input gives the same output
+for any number of workers. Rerun the same command to continue after it was stopped or killed.
 """
 
 PLAIN_PATH = re.compile(r"[\w./-]+")
@@ -85,10 +86,12 @@ def prepare_command(arguments: Sequence[str]) -> int:
     from harness.data.prepare.prepare import prepare_corpus as prepare_corpus
     from launch.cli.progress_bar import ProgressBar
 
+    require(bool(args.input) or args.dataset is not None, "prepare", "needs INPUT... or --dataset PATH")
     for name in ("workers", "shard_bytes"):
         value = getattr(args, name)
         require(value is None or value >= 1, f"--{name.replace('_', '-')}", f"must be at least 1, got {value}")
-    inputs, output = find_inputs(args.input), output_prefix(args.output)
+    output = output_prefix(args.output)
+    inputs = find_inputs(args.input) if args.dataset is None else [streamed_input(args, output)]
     shard_bytes = args.shard_bytes or SHARD_BYTES
     try:
         with ProgressBar() as bar:
@@ -111,6 +114,15 @@ def prepare_command(arguments: Sequence[str]) -> int:
     facts["next"] = next_command(output, meta["vocab_size"])
     print(corpus_report.render(corpus_report.parse_report(meta["report"]), facts))
     return EXIT_DONE
+
+
+def streamed_input(args: Namespace, output: Path) -> Path:
+    """The description of the dataset that is read in streaming form."""
+    from harness.data.prepare.streamed import describe_dataset, write_description
+
+    require(not args.input, "--dataset", f"replaces INPUT, got {' '.join(args.input)} too")
+    dataset = describe_dataset(args.dataset, split=args.split, config=args.config, revision=args.revision)
+    return write_description(output, dataset)
 
 
 def next_command(output: Path, vocab_size: int) -> str:
@@ -154,10 +166,13 @@ def prepare_parser() -> ArgumentParser:
     parser = CommandParser(
         prog="harness data prepare", description=PREPARE, formatter_class=RawDescriptionHelpFormatter
     )
-    parser.add_argument("input", nargs="+", metavar="INPUT", help="file, or directory of files")
+    parser.add_argument("input", nargs="*", metavar="INPUT", help="file, or directory of files")
+    add_dataset_options(parser)
     parser.add_argument("--output", required=True, metavar="PREFIX", help="path prefix of the output files")
     choice = parser.add_mutually_exclusive_group()
-    choice.add_argument("--tokenizer", metavar="FILE", help="a Hugging Face tokenizer.json")
+    choice.add_argument(
+        "--tokenizer", metavar="FILE", help="a Hugging Face tokenizer.json, or a model directory that has one"
+    )
     choice.add_argument(
         "--train-bpe", metavar="SIZE", type=int, help="train a byte-level BPE of SIZE tokens on the input"
     )
@@ -173,7 +188,9 @@ def prepare_parser() -> ArgumentParser:
     parser.add_argument("--text-key", metavar="KEY", default="text", help="JSON key or Parquet column; default: text")
     parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     parser.add_argument(
-        "--eod-token", metavar="TOKEN", default=EOD_TOKEN, help=f"name of that token; default: {EOD_TOKEN}"
+        "--eod-token",
+        metavar="TOKEN",
+        help=f"name of that token; default: the eos_token of the model directory, else {EOD_TOKEN}",
     )
     parser.add_argument(
         "--special-tokens",
@@ -184,6 +201,14 @@ def prepare_parser() -> ArgumentParser:
     parser.add_argument("--workers", metavar="N", type=int, help="number of tokenizer processes; default: one per core")
     parser.add_argument("--shard-bytes", metavar="N", type=int, help="bytes of text per work unit; default: 32 MiB")
     return parser
+
+
+def add_dataset_options(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("dataset", "A Hugging Face dataset in streaming form, instead of INPUT.")
+    group.add_argument("--dataset", metavar="PATH", help="directory of data files, or name of a dataset on a hub")
+    group.add_argument("--split", default="train", help="its split; default: train")
+    group.add_argument("--config", metavar="NAME", help="its configuration, if it has several")
+    group.add_argument("--revision", metavar="COMMIT", help="its commit on the hub; required there")
 
 
 FILTER_HELP = {
@@ -239,13 +264,14 @@ def inspect_parser() -> ArgumentParser:
 
 
 def parse_options(args: Namespace) -> Options:
+    given = None if args.tokenizer is None else Path(args.tokenizer)
     return Options(
-        tokenizer=None if args.tokenizer is None else Path(args.tokenizer),
+        tokenizer=None if given is None else find_tokenizer_file(given),
         bpe_size=args.train_bpe,
         train_fraction=args.train_fraction,
         seed=args.seed,
         text_key=args.text_key,
-        eod_token=args.eod_token,
+        eod_token=args.eod_token or (given and end_token_of(given)) or EOD_TOKEN,
         append_eod=args.append_eod,
         special_tokens=args.special_tokens,
         document_filter=parse_filter(args),

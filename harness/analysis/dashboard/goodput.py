@@ -31,6 +31,7 @@ from harness.core.events import (
     RunEnded,
     RunRestarted,
     RunStarted,
+    TaskEvaluated,
     TrialMeasured,
 )
 from harness.sentinel.policy.policy_state import RESTORES
@@ -208,6 +209,10 @@ class Accounts:
             case EvalRecord():
                 self._cost_of(LossCause.evaluation).times += 1
                 self._book(Account.evaluating, passed_s)
+            case TaskEvaluated():
+                waited_s = min(event.blocked_s, passed_s)
+                self._book(Account.evaluating, waited_s)
+                self._book(None, passed_s - waited_s)
             case Outcome(kind=kind) if kind in RESTORES:
                 restoring_s = min(event.seconds, passed_s)
                 self._book(Account.restoring, restoring_s)

@@ -2,7 +2,7 @@
 // The page: tiles, tables and dialogs around the panels, event handlers, and polling of a live server.
 
 const POLL_MS = 2000;
-const GROWING = ["steps", "probes", "evals"];
+const GROWING = ["steps", "probes", "evals", "tasks"];
 const data = JSON.parse(element("data").textContent);
 const state = { axis: "iteration", view: null, whole: [0, 1], facts: data.facts, tables: {} };
 
@@ -247,7 +247,7 @@ function look(view) {
 
 // What each line of a panel is; a heat map has a labelled colour bar instead.
 function legend(panel) {
-  const present = (panel.lines || []).filter((line) => line.column in state.tables[line.table || panel.table].columns);
+  const present = (panel.heat ? [] : linesOf(state, panel)).filter((line) => line.column in state.tables[line.table || panel.table].columns);
   const swatch = (line) => (line.mode === "markers" ? make("b", { style: { color: `var(--${line.color})` } }, "●")
     : make("b", { class: "line", style: { borderTop: `${line.filled ? 8 : 2}px ${line.dash === "dot" ? "dotted" : "solid"} var(--${line.color})` } }));
   return make("ul", { class: "key legend" }, ...present.map((line) => make("li", {}, swatch(line), line.name)));
@@ -276,9 +276,9 @@ function showAll() {
 }
 
 async function poll() {
-  const { steps, probes, evals } = state.tables;
+  const { steps, probes, evals, tasks } = state.tables;
   try {
-    const answer = await fetch(`data.json?steps=${steps.total}&probes=${probes.total}&evals=${evals.total}&seen=${state.facts.revision}&load=${state.facts.load}`);
+    const answer = await fetch(`data.json?steps=${steps.total}&probes=${probes.total}&evals=${evals.total}&tasks=${tasks.total}&seen=${state.facts.revision}&load=${state.facts.load}`);
     if (answer.status === 200) {
       const update = await answer.json();
       for (const name of GROWING) state.tables[name] = append(state.tables[name], unpack(update[name]));

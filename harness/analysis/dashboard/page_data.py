@@ -54,7 +54,7 @@ def page_data(run: RunDir, story: Story, *, now_s: float, live: bool = False) ->
 
 def tables(story: Story, *, first: dict[str, int]) -> dict[str, Any]:
     """The rows of each table from `first` on; the load of the machines whole, because its older rows change."""
-    chosen = {"steps": story.steps, "probes": story.probes, "evals": story.evals}
+    chosen = {"steps": story.steps, "probes": story.probes, "evals": story.evals, "tasks": story.tasks}
     grown = {name: table_data(table, first.get(name, 0)) for name, table in chosen.items()}
     return grown | {"system": table_data(story.system.table, 0)}
 

@@ -15,6 +15,7 @@ const PANELS = [
   { id: "grad", title: "Gradient norm", unit: "norm before clipping", table: "steps", log: true, lines: [
     { column: "grad_bound", name: "gate bound: the update is rejected above it", color: "grey", width: 1.2, dash: "dot", optional: true },
     { column: "grad_norm", name: "gradient norm", color: "blue" } ] },
+  { id: "tasks", title: "Benchmarks", note: "lm-evaluation-harness, at the iterations of the checkpoints", unit: "score", table: "tasks", each: ["blue", "orange", "green", "violet", "red", "grey"] },
   { id: "activation", title: "Activations by layer", note: "the highest value of each time interval", unit: "layer", colors: "RMS of the residual stream", table: "probes", heat: "activation:" },
   { id: "moment", title: "Adam's second moment", note: "a ratio of about 1 is normal; far above 1, the second moment is stale", unit: "norm of v", rightUnit: "ratio", table: "probes", log: true, lines: [
     { column: "v_norm", name: "norm of v", color: "blue" },
@@ -181,9 +182,14 @@ function scaled({ log, range }) {
   return log ? { type: "log", range, tickmode: "linear", dtick: decades < 2 ? "D2" : Math.ceil(decades / 4) } : { type: "linear", range, tickmode: "auto" };
 }
 
+// The lines of a panel; one with `each` has a line for every column of its table, in these colours.
+const linesOf = (state, panel) => panel.each
+  ? Object.keys(state.tables[panel.table].columns).map((column, i) => ({ column, name: plain(column), color: panel.each[i % panel.each.length], mode: "lines+markers" }))
+  : panel.lines;
+
 function lineFigure(state, panel) {
   const layout = base(state), traces = [];
-  for (const line of panel.lines) {
+  for (const line of linesOf(state, panel)) {
     const table = state.tables[line.table || panel.table], column = table.columns[line.column];
     if (!column) continue;
     const { x, y } = thinned(xsOf(state, table), column, state.view, MOST_GROUPS);
@@ -232,7 +238,7 @@ const bands = (edges, count) => Array.from({ length: count }, (_, i) =>
 function hasData(state, panel) {
   const names = Object.keys(state.tables[panel.table].columns);
   if (panel.heat) return names.some((name) => name.startsWith(panel.heat));
-  return panel.lines.some((line) => line.column in state.tables[line.table || panel.table].columns);
+  return linesOf(state, panel).some((line) => line.column in state.tables[line.table || panel.table].columns);
 }
 
 function stripFigure(state) {

@@ -33,7 +33,7 @@ TYPES = {
 }
 FILE = re.compile(r"/incidents/(\d{3,})/([\w-][\w.-]*)")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-TABLES = ("steps", "probes", "evals")
+TABLES = ("steps", "probes", "evals", "tasks")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src 'self' data:"
 """Content-Security-Policy for a file of the run: it is displayed and runs no script."""
 

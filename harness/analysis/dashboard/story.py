@@ -39,6 +39,7 @@ from harness.core.events import (
     RunEnded,
     RunRestarted,
     RunStarted,
+    TaskEvaluated,
     parse,
 )
 from harness.core.rundir import RunDir
@@ -115,6 +116,8 @@ class Story:
     steps: ColumnTable = field(default_factory=ColumnTable)
     probes: ColumnTable = field(default_factory=ColumnTable)
     evals: ColumnTable = field(default_factory=ColumnTable)
+    tasks: ColumnTable = field(default_factory=ColumnTable)
+    """Scores of lm-evaluation-harness, a column for each metric of each task."""
     system: SystemLoad = field(default_factory=SystemLoad)
     accounts: Accounts = field(default_factory=Accounts)
     incidents: IncidentStories = field(default_factory=IncidentStories)
@@ -250,6 +253,10 @@ class Story:
             case EvalRecord():
                 self.eval_loss = event.loss
                 self.evals.add(event.iteration, event.time, ("loss",), (event.loss,))
+            case TaskEvaluated():
+                named = {f"{event.task} {name}": value for name, value in event.metrics.items()}
+                scores = {name: value for name, value in named.items() if "_stderr" not in name}
+                self.tasks.add(event.iteration, event.time, tuple(scores), tuple(scores.values()))
             case CheckpointSaved():
                 self._mark_event(MarkKind.checkpoint, event)
             case CheckpointFailed() | CheckpointJudged():

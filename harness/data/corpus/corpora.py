@@ -23,6 +23,7 @@ from harness.config.data import DataKind, SourceConfig, SyntheticConfig
 from harness.config.errors import require
 from harness.data.corpus.corpus import MIN_SAMPLES, Corpus, SampleOrigin, SampleShape, Tokens, digest
 from harness.data.corpus.corpus_record import FileRecord
+from harness.data.corpus.remote_cache import local_path
 from harness.data.corpus.token_files import expand, open_tokens
 from harness.data.corpus.token_windows import FilesCorpus
 from harness.data.order.order import permute_many
@@ -61,10 +62,12 @@ def build_corpus(
             return SyntheticCorpus(synthetic, vocab_size=vocab_size, sequence_length=length, seed=seed)
         case DataKind.files:
             key = f"data.sources.{name}.paths"
-            paths = expand(source.paths, key=key) if files is None else [Path(file.path) for file in files]
+            paths = (
+                expand(source.paths, key=key) if files is None else [local_path(file.path, key=key) for file in files]
+            )
             opened = [open_tokens(path, dtype=source.dtype, key=key, num_files=len(paths)) for path in paths]
             for file, record in zip(opened, files or [], strict=False):
-                message = f"{file.path}: had {record.num_bytes} bytes when the run recorded it, now {file.num_bytes}"
+                message = f"{file.name}: had {record.num_bytes} bytes when the run recorded it, now {file.num_bytes}"
                 require(file.num_bytes == record.num_bytes, key, message)
             return FilesCorpus(opened, shape=shape, key=key, eod_token=eod_token)
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from harness.config.data import DataKind, SourceConfig
 from harness.config.errors import ConfigError
+from harness.data.corpus.remote_cache import cached_file, local_path, recorded_path
 from harness.data.corpus.token_files import expand
 
 BLOCK_BYTES = 4096
@@ -47,15 +48,18 @@ def stat_file(path: Path, *, key: str) -> ListedFile:
     index = path.with_suffix(".idx")
     try:
         index_bytes = index.stat().st_size if path.suffix == ".bin" and index.exists() else 0
-        return ListedFile(str(path), path.stat().st_size, index_bytes)
+        return ListedFile(recorded_path(path), path.stat().st_size, index_bytes)
     except OSError as error:
         raise ConfigError(key, f"{path}: cannot be read ({error.strerror})") from None
 
 
 def probe(file: ListedFile, *, key: str) -> str:
     """Short hexadecimal hash, equal for equal files whatever their path."""
-    path = Path(file.path)
+    path = local_path(file.path, key=key)
     digest = blake2b(repr(file[1:]).encode(), digest_size=8)
+    if (cached := cached_file(path)) is not None:
+        starts = positions(file.num_bytes, DATA_BLOCKS)
+        cached.require((start, min(start + BLOCK_BYTES, file.num_bytes)) for start in starts)
     try:
         _add_blocks(digest, path, file.num_bytes, DATA_BLOCKS)
         if file.index_bytes:

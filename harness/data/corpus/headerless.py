@@ -102,9 +102,20 @@ def _raw_layout(path: Path, mapped: memoryview, *, dtype: TokenDtype, key: str, 
     return layout
 
 
+def probed_ranges(num_bytes: int, num_probes: int) -> list[tuple[int, int]]:
+    """The byte ranges of a file without a header that `flat_layout` reads."""
+    starts = _probe_starts(num_bytes // 2, num_probes)
+    return [(2 * int(start), min(2 * int(start + PROBE_TOKENS), num_bytes)) for start in starts]
+
+
+def _probe_starts(num_halves: int, num_probes: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    starts = np.linspace(0, max(0, num_halves - PROBE_TOKENS), num_probes).astype(np.int64)
+    return starts // 2 * 2
+
+
 def _looks_like_uint32(tokens: np.ndarray[Any, np.dtype[Any]], num_probes: int) -> bool:
     """Whether every second uint16, and only those, is as small as the high half of a token id."""
-    starts = np.linspace(0, max(0, len(tokens) - PROBE_TOKENS), num_probes).astype(np.int64) // 2 * 2
+    starts = _probe_starts(len(tokens), num_probes)
     halves = np.concatenate([tokens[start : start + PROBE_TOKENS] for start in starts])
     low, high = halves[::2], halves[1::2]
     return len(high) >= PROBE_TOKENS // 2 and high.max() <= LARGEST_HIGH_HALF and low.max() > 255

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from harness.config.errors import ConfigError
 from harness.data.corpus.file_probe import ListedFile, probe, stat_file
+from harness.data.corpus.remote_cache import local_path
 from harness.distributed.collectives import gather_results
 from harness.distributed.world import World
 
@@ -45,7 +45,7 @@ def _probe(keyed: KeyedFile, place: str) -> str:
     """The probe of a file on this host; its sizes must be those that rank 0 found."""
     key, file = keyed
     try:
-        now = stat_file(Path(file.path), key=key)
+        now = stat_file(local_path(file.path, key=key), key=key)
         if now == file:
             return probe(file, key=key)
     except ConfigError as error:

@@ -6,14 +6,16 @@ How: a file is mapped and never copied or scanned; its format is found from its 
 (`harness.data.corpus.megatron_index`, `harness.data.corpus.headerless`). Sizes are checked against headers when a file
 is opened, and against the file system at each read: touching a page beyond the end of a file that shrank would kill the
 process (SIGBUS).
-Left out: object stores, and a check of token ids, which would need a scan.
+A file in an object store is read through a cache (`harness.data.corpus.remote_cache`): blocks are fetched before they
+are touched.
+Left out: a check of token ids, which would need a scan.
 """
 
 from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
@@ -25,9 +27,11 @@ from numpy.typing import NDArray
 
 from harness.config.data import TokenDtype
 from harness.config.errors import ConfigError, require
-from harness.data.corpus.headerless import flat_layout
+from harness.core.object_store import is_url
+from harness.data.corpus.headerless import HEAD_BYTES, flat_layout, probed_ranges
 from harness.data.corpus.mapped_file import map_file
 from harness.data.corpus.megatron_index import WRITABLE, MegatronIndex, write_index
+from harness.data.corpus.remote_cache import cached_file, local_path, recorded_path, remote_cache
 
 Tokens = NDArray[np.integer[Any]]
 
@@ -45,9 +49,16 @@ MAX_PROBES = 4096
 
 
 def expand(paths: Sequence[str], *, key: str) -> list[Path]:
-    """Expand prefixes, file names and patterns (`*`, `?`, `[..]`, `**`) to data files; sorted, without duplicates."""
+    """Expand prefixes, file names and patterns (`*`, `?`, `[..]`, `**`) to data files; sorted, without duplicates.
+
+    A URL becomes its file in the cache, whose content is fetched when it is read.
+    """
     found: set[Path] = set()
     for given in paths:
+        if is_url(given):
+            urls = remote_cache().expand(given, key=key, endings=ENDINGS, pattern=PATTERN)
+            found |= {local_path(url, key=key) for url in urls}
+            continue
         path = Path(given).expanduser()
         if path.exists() or not PATTERN.intersection(given):
             found.add(_data_file(path, key=key))
@@ -57,7 +68,7 @@ def expand(paths: Sequence[str], *, key: str) -> list[Path]:
         files = [file for file in files if file.suffix in ENDINGS and not file.name.endswith(NO_TOKENS)]
         require(bool(files), key, f"{given}: matches no {' or '.join(ENDINGS)} file")
         found |= {_data_file(file, key=key) for file in files}
-    return sorted(found)
+    return sorted(found, key=lambda file: Path(recorded_path(file)))
 
 
 def probes_per_file(most: int, num_files: int) -> int:
@@ -71,8 +82,9 @@ def open_tokens(path: str | Path, *, dtype: TokenDtype, key: str, num_files: int
     `dtype` is the dtype of a file without a header; if there is a header, the two must agree.
     `num_files` is the number of files of the source: the more there are, the fewer probes per file.
     """
-    data_path = _data_file(Path(path).expanduser(), key=key)
+    data_path = _data_file(local_path(path, key=key).expanduser(), key=key)
     mapped = _map(data_path, key=key)
+    cached = cached_file(data_path)
     index_path = data_path.with_suffix(".idx")
     if data_path.suffix == ".bin" and index_path.exists():
         index = MegatronIndex(
@@ -86,6 +98,8 @@ def open_tokens(path: str | Path, *, dtype: TokenDtype, key: str, num_files: int
         file = TokenFile(data_path, np.frombuffer(mapped, dtype=index.dtype), key=key, index=index)
     else:
         num_probes = probes_per_file(NUM_PROBES, num_files)
+        if cached is not None:
+            cached.require([(0, min(HEAD_BYTES, len(mapped))), *probed_ranges(len(mapped), num_probes)])
         stored, offset, count = flat_layout(data_path, mapped.data, dtype=dtype, key=key, num_probes=num_probes)
         file = TokenFile(data_path, np.frombuffer(mapped, dtype=stored, count=count, offset=offset), key=key)
     agrees = dtype is TokenDtype.auto or file.dtype == np.dtype(dtype.value)
@@ -108,16 +122,32 @@ class TokenFile:
         self._index = index
         self._key = key
         self.num_bytes = path.stat().st_size
+        self.name = recorded_path(path)
+        """Its path, or the URL it is cached from."""
+        self._cached = cached_file(path)
+        self._offset_bytes = self.num_bytes - self.num_tokens * self.dtype.itemsize
+        """Where the tokens begin: headers come first, and nothing follows the tokens."""
 
     def read(self, first: int, count: int) -> Tokens:
         """Tokens by position in the stream, as a read-only view."""
         assert 0 <= first <= first + count <= self.num_tokens
         self.check_presence()
+        self.require_tokens([(first, first + count)])
         return self._tokens[first : first + count]
+
+    @property
+    def is_remote(self) -> bool:
+        return self._cached is not None
+
+    def require_tokens(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Fetch what is missing of these ranges (first token, end) of a file in an object store."""
+        if self._cached is not None:
+            size, offset = self.dtype.itemsize, self._offset_bytes
+            self._cached.require((offset + size * first, offset + size * end) for first, end in ranges)
 
     def windows(self, length: int, stride: int) -> Tokens:
         """All windows of `length` tokens that begin at multiples of `stride`, as rows of a view. Does not call
-        `check_presence`."""
+        `check_presence` or `require_tokens`."""
         if self.num_tokens < length:
             return np.empty((0, length), dtype=self.dtype)
         return sliding_window_view(self._tokens, length)[::stride]

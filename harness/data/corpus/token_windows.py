@@ -78,9 +78,9 @@ class FilesCorpus:
         number, first = self._window(index)
         file = self._files[number]
         if self._eod_token is not None and not file.has_documents:
-            return SampleOrigin(str(file.path), first, 0, int(self.documents(index)[-1]))
+            return SampleOrigin(file.name, first, 0, int(self.documents(index)[-1]))
         documents = (file.document_at(position)[0] for position in (first, first + self._length))
-        return SampleOrigin(str(file.path), first, *documents)
+        return SampleOrigin(file.name, first, *documents)
 
     def num_windows(self, num_files: int) -> int:
         """Samples of the first `num_files` files."""
@@ -111,13 +111,32 @@ class FilesCorpus:
         """Windows of one file, with their ids checked; one fancy index into the map reads them all."""
         file = self._files[number]
         file.check_presence()
+        if file.is_remote:
+            self._require_windows(number, windows)
         rows: Tokens = self._windows[number][windows]
         if self._is_trusted[number] or rows.view(self._unsigned[number]).max() < self.vocab_size:
             return rows
         row, position = np.argwhere((rows < 0) | (rows >= self.vocab_size))[0].tolist()
-        where = f"{file.path}: token {int(windows[row]) * self._length + position}"
+        where = f"{file.name}: token {int(windows[row]) * self._length + position}"
         message = f"{where} is id {rows[row, position]}, must be in 0 .. {self.vocab_size - 1} (model.vocab_size)"
         raise ConfigError(self._key, message)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether a file is in an object store, so that `fetch` is worth calling in advance."""
+        return any(file.is_remote for file in self._files)
+
+    def fetch(self, indices: NDArray[np.int64]) -> None:
+        """Fetch what these samples need from an object store; local files need nothing."""
+        numbers = np.searchsorted(self._ends, indices, side="right")
+        for number in np.unique(numbers).tolist():
+            if self._files[number].is_remote:
+                first = self._ends[number - 1] if number else 0
+                self._require_windows(number, indices[numbers == number] - first)
+
+    def _require_windows(self, number: int, windows: NDArray[np.int64]) -> None:
+        starts = (windows * self._length).tolist()
+        self._files[number].require_tokens((start, start + self._length + 1) for start in starts)
 
     def _window(self, index: int) -> tuple[int, int]:
         """Number of the file, and position of the window in it."""
@@ -138,6 +157,6 @@ class FilesCorpus:
             raise ConfigError(self._key, f"{path}: is not a report with tokens and max_token") from None
         message = f"{path}: reports {num_tokens} tokens, but {file.path.name} has {file.num_tokens}"
         require(num_tokens == file.num_tokens, self._key, message)
-        message = f"must be above {largest}, the largest token id in {file.path}, got {self.vocab_size}"
+        message = f"must be above {largest}, the largest token id in {file.name}, got {self.vocab_size}"
         require(largest < self.vocab_size, "model.vocab_size", message)
         return True

@@ -1,9 +1,10 @@
-"""Reads documents from plain text, JSON lines (also compressed) and Parquet files.
+"""Reads documents from plain text, JSON lines (also compressed), Parquet and Arrow files, and Hugging Face datasets.
 
 Why: tokenizing must not depend on the input format, and an error about one document must name its file and line.
 How: reading is split in two. `Reader` splits the files into records; this is cheap and done by one process in the order
 of the input. `text_of` parses a record; this is expensive and done in the worker that tokenizes it. The only module
-that imports zstandard and pyarrow.
+that imports zstandard and pyarrow. A directory of `Dataset.save_to_disk` is a list of Arrow files, read without the
+package `datasets`; a dataset that is streamed is a small file that describes it (`harness.data.prepare.streamed`).
 Left out: several documents in one .txt file. A .txt file is one document; use JSON lines for many small ones.
 """
 
@@ -14,16 +15,20 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, final
+from typing import Any, BinaryIO, NamedTuple, final
 
 from harness.config.errors import ConfigError, require
+from harness.data.prepare.streamed import STREAMED, streamed_texts
 
 COMPRESSED = (".gz", ".zst")
 JSON_LINES = (".jsonl", ".json", ".ndjson")
 """Most published .json.gz files contain one object per line."""
-ENDINGS = (".txt", *JSON_LINES, ".parquet")
-OURS = (".meta.json", ".parts.json", ".tokenizer.json")
+ENDINGS = (".txt", *JSON_LINES, ".parquet", ".arrow")
+TABLES = (".parquet", ".arrow")
+"""Not compressed as a whole."""
+OURS = (".meta.json", ".parts.json", ".tokenizer.json", STREAMED)
 """Endings of the files that `harness data prepare` writes, possibly into its input directory."""
+ARROW_MAGIC = b"ARROW1"
 CHUNK_BYTES = 1 << 20
 PARQUET_ROWS = 1024
 """Rows in memory at once."""
@@ -55,7 +60,9 @@ def find_inputs(arguments: Sequence[str]) -> list[Path]:
     for argument in arguments:
         path = Path(argument)
         require(path.exists(), argument, "no such file")
-        if path.is_dir():
+        if (saved := saved_dataset_files(path)) is not None:
+            paths += saved
+        elif path.is_dir():
             found = sorted(file for file in path.rglob("*") if file.is_file() and _is_input(file.relative_to(path)))
             require(bool(found), argument, f"contains no file that ends in {_endings()}")
             paths += found
@@ -65,13 +72,44 @@ def find_inputs(arguments: Sequence[str]) -> list[Path]:
     return paths
 
 
+def saved_dataset_files(path: Path) -> list[Path] | None:
+    """The Arrow files of a directory of `Dataset.save_to_disk`, in their order; None if it is no such directory."""
+    state, splits = path / "state.json", path / "dataset_dict.json"
+    if splits.is_file():
+        listed = [f"{path}/{name}" for name in _read_json(splits).get("splits", [])]
+        raise ConfigError(str(path), f"is a dataset with several splits; name one: {', '.join(listed)}")
+    if not (state.is_file() and (path / "dataset_info.json").is_file()):
+        return None
+    content = _read_json(state)
+    if content.get("_indices_files"):
+        raise ConfigError(str(path), "has rows selected by indices; load it and call flatten_indices().save_to_disk()")
+    try:
+        files = [path / entry["filename"] for entry in content["_data_files"]]
+    except (KeyError, TypeError):
+        raise ConfigError(str(state), "does not list the files of a dataset") from None
+    for file in files:
+        require(file.is_file(), str(file), "is missing from the dataset")
+    require(bool(files), str(path), "is a dataset without rows")
+    return files
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(path), f"cannot be read: {error}") from None
+    return content if isinstance(content, dict) else {}
+
+
 def kind_of(path: Path) -> str:
     """The ending that determines how a file is read, without the ending of the compression."""
     name = path.name.lower()
+    if name.endswith(STREAMED):
+        return STREAMED
     for compressed in COMPRESSED:
         name = name.removesuffix(compressed)
     kind = Path(name).suffix
-    return "" if kind == ".parquet" and name != path.name.lower() else kind
+    return "" if kind in TABLES and name != path.name.lower() else kind
 
 
 def _is_input(path: Path) -> bool:
@@ -135,7 +173,13 @@ class Reader:
     def __iter__(self) -> Iterator[Record]:
         for number, path in enumerate(self._paths):
             before = sum(self._sizes[:number])
-            payloads = self._rows(path, before) if kind_of(path) == ".parquet" else self._lines(path, before)
+            match kind_of(path):
+                case ".parquet" | ".arrow":
+                    payloads = self._rows(path, before)
+                case kind if kind == STREAMED:
+                    payloads = streamed_texts(path, self._text_key)
+                case _:
+                    payloads = self._lines(path, before)
             for line, payload in payloads:
                 yield Record(number, line, payload)
             self.position_bytes = before + self._sizes[number]
@@ -174,30 +218,60 @@ class Reader:
             yield chunk
 
     def _rows(self, path: Path, before: int) -> Iterator[tuple[int, bytes]]:
-        """Number and content of all rows of a Parquet file; a null is an empty document."""
+        """Number and content of all rows of a Parquet or Arrow file; a null is an empty document."""
         import pyarrow  # type: ignore[import-untyped]
-        from pyarrow import parquet
 
+        is_parquet, row = kind_of(path) == ".parquet", 0
         try:
-            with parquet.ParquetFile(path) as file:
-                schema, num_rows, row = file.schema_arrow, max(1, file.metadata.num_rows), 0
-                if self._text_key not in schema.names:
-                    listed = ", ".join(schema.names)
-                    raise ConfigError(str(path), f"has no column {self._text_key!r} but {listed}; see --text-key")
-                kind = schema.field(self._text_key).type
-                kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-                is_text = pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
-                require(is_text, str(path), f"column {self._text_key!r} must be a string column, got {kind}")
-                for batch in file.iter_batches(PARQUET_ROWS, columns=[self._text_key]):
-                    column = batch.column(0)
-                    column = column.dictionary_decode() if pyarrow.types.is_dictionary(column.type) else column
-                    for text in column.cast(pyarrow.large_binary()).to_pylist():  # bytes: `text_of` checks the UTF-8
-                        row += 1
-                        self.position_bytes = before + path.stat().st_size * row // num_rows
-                        yield row, text or b""
+            for column, share in self._parquet_columns(path) if is_parquet else self._arrow_columns(path):
+                plain = column.dictionary_decode() if pyarrow.types.is_dictionary(column.type) else column
+                self.position_bytes = before + int(path.stat().st_size * share)
+                for text in plain.cast(pyarrow.large_binary()).to_pylist():  # bytes: `text_of` checks the UTF-8
+                    row += 1
+                    yield row, text or b""
         except (pyarrow.ArrowException, OSError) as error:
             reason = " ".join(str(error).split())
-            raise ConfigError(str(path), f"cannot be read as Parquet: {reason}") from None
+            raise ConfigError(
+                str(path), f"cannot be read as {'Parquet' if is_parquet else 'Arrow'}: {reason}"
+            ) from None
+
+    def _parquet_columns(self, path: Path) -> Iterator[tuple[Any, float]]:
+        """Pieces of the text column, and the share of the rows read by then."""
+        from pyarrow import parquet
+
+        with parquet.ParquetFile(path) as file:
+            self._require_text(path, file.schema_arrow)
+            num_rows, num_read = max(1, file.metadata.num_rows), 0
+            for batch in file.iter_batches(PARQUET_ROWS, columns=[self._text_key]):
+                num_read += batch.num_rows
+                yield batch.column(0), num_read / num_rows
+
+    def _arrow_columns(self, path: Path) -> Iterator[tuple[Any, float]]:
+        """Like `_parquet_columns`; `datasets` writes the streaming format, other programs also the file format."""
+        import pyarrow
+        from pyarrow import ipc
+
+        with pyarrow.memory_map(str(path)) as source:
+            is_file = source.read(len(ARROW_MAGIC)) == ARROW_MAGIC
+            source.seek(0)
+            opened = ipc.open_file(source) if is_file else ipc.open_stream(source)
+            self._require_text(path, opened.schema)
+            number = opened.schema.get_field_index(self._text_key)
+            batches = map(opened.get_batch, range(opened.num_record_batches)) if is_file else opened
+            for batch in batches:
+                for start in range(0, batch.num_rows, PARQUET_ROWS):
+                    yield batch.column(number)[start : start + PARQUET_ROWS], source.tell() / max(1, source.size())
+
+    def _require_text(self, path: Path, schema: Any) -> None:
+        import pyarrow
+
+        if self._text_key not in schema.names:
+            listed = ", ".join(schema.names)
+            raise ConfigError(str(path), f"has no column {self._text_key!r} but {listed}; see --text-key")
+        kind = schema.field(self._text_key).type
+        kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+        is_text = pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
+        require(is_text, str(path), f"column {self._text_key!r} must be a string column, got {kind}")
 
 
 def _decompress(path: Path, file: BinaryIO) -> Iterator[bytes]:
@@ -246,4 +320,4 @@ def _input_error(path: Path, line: int, message: str) -> ConfigError:
 
 def _endings() -> str:
     compressed = ", ".join(COMPRESSED)
-    return f"{', '.join(ENDINGS)} (all but .parquet also with {compressed})"
+    return f"{', '.join(ENDINGS)} (all but .parquet and .arrow also with {compressed})"

@@ -8,6 +8,7 @@ Left out: templates and special tokens around a document; a document gets its en
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, final
@@ -27,6 +28,8 @@ NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 EOD_TOKEN = "<|endoftext|>"
 TEXTS_AT_ONCE = 256
 """Texts per call: the library's result is many times larger than the tokens."""
+TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+"""In the directory of a Hugging Face model."""
 MIN_PAIR_COUNT = 2
 """A merge that occurs once would be a token that occurs once in training."""
 
@@ -53,6 +56,26 @@ class Tokenizer(Protocol):
 def open_tokenizer(path: Path | None, *, special_tokens: bool = False) -> Tokenizer:
     """Open a tokenizer.json, or the byte tokenizer if there is no path; `special_tokens`: see `JsonTokenizer`."""
     return ByteTokenizer() if path is None else JsonTokenizer(path, special_tokens=special_tokens)
+
+
+def find_tokenizer_file(path: Path) -> Path:
+    """The tokenizer.json that a path means: itself, or that of a model directory."""
+    if not path.is_dir():
+        return path
+    file = path / TOKENIZER_FILE
+    advice = "convert it with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+    require(file.is_file(), str(path), f"has no {TOKENIZER_FILE}; {advice}")
+    return file
+
+
+def end_token_of(path: Path) -> str | None:
+    """The end-of-text token that a model directory names; None if it names none, or for a file."""
+    try:
+        named = json.loads((path / TOKENIZER_CONFIG).read_text(encoding="utf-8")).get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        return None
+    named = named.get("content") if isinstance(named, dict) else named
+    return named if isinstance(named, str) else None
 
 
 @final

@@ -8,7 +8,15 @@ from __future__ import annotations
 import math
 import re
 
-from harness.core.events import CheckpointSaved, DrillScored, EvalRecord, Event, StepRecord, SystemSampled
+from harness.core.events import (
+    CheckpointSaved,
+    DrillScored,
+    EvalRecord,
+    Event,
+    StepRecord,
+    SystemSampled,
+    TaskEvaluated,
+)
 
 BYTES_PER_GB = 1e9
 _NOT_IN_A_NAME = re.compile(r"[^\w\-./: ]")
@@ -21,6 +29,8 @@ def metrics_of(event: Event) -> dict[str, float]:
             values = _step_values(event)
         case EvalRecord():
             values = {"eval/loss": event.loss, "eval/tokens": event.tokens}
+        case TaskEvaluated():
+            values = {f"task/{_clean(event.task)}/{_clean(name)}": value for name, value in event.metrics.items()}
         case CheckpointSaved():
             values = {
                 "checkpoint/seconds": event.seconds,

@@ -357,8 +357,11 @@ def test_no_run_directory_is_one_line(run: RunDir, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("args", "line"),
     [
-        ([], "checkpoint: missing command; choose list, verify, prune, average, export, import, or --help"),
-        (["fly"], "checkpoint: unknown command 'fly'; choose list, verify, prune, average, export, import, or --help"),
+        ([], "checkpoint: missing command; choose list, verify, prune, average, upload, export, import, or --help"),
+        (
+            ["fly"],
+            "checkpoint: unknown command 'fly'; choose list, verify, prune, average, upload, export, import, or --help",
+        ),
         (["list"], "checkpoint list: the following arguments are required: RUN; see --help"),
         (["prune", "runs/first", "--keep", "0"], "--keep: must be at least 1, got 0"),
         (["prune", "runs/first", "--keep-every-steps", "-1"], "--keep-every-steps: must be 0 or more, got -1"),

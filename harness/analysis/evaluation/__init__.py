@@ -1,0 +1,1 @@
+"""Evaluates checkpoints of a run with lm-evaluation-harness, in a process beside training."""

@@ -1,0 +1,99 @@
+"""The evaluation process of a run.
+
+    python -m harness.analysis.evaluation RUN_DIR      evaluates the newest checkpoint and prints its events
+
+Rank 0 starts it with its run (`harness.telemetry.evaluation_process`) and reads the events from its standard output,
+one JSON object a line. Everything else that is printed goes to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from harness.config import compose
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError
+from harness.config.schema import Config
+from harness.core.events import to_json
+from harness.core.rundir import RunDir
+
+POLL_S = 2.0
+PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.analysis.evaluation", description="Evaluate checkpoints of a run on eval.harness."
+    )
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--trainer", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    run = RunDir(options.run_dir.absolute())
+    events = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # libraries print to standard output
+    if options.trainer is not None:
+        for number in (signal.SIGINT, signal.SIGUSR1):  # meant for the trainer, but sent to all processes of the job
+            signal.signal(number, signal.SIG_IGN)
+        os.nice(10)
+        end_with_parent()
+    try:
+        return evaluate_until_end(run, compose.read(run.config), events, trainer=options.trainer)
+    except ConfigError as error:
+        log_evaluation(str(error))
+        return EXIT_BAD_CONFIG
+
+
+def evaluate_until_end(run: RunDir, cfg: Config, events: IO[str], *, trainer: int | None) -> int:
+    """Evaluate checkpoints as they appear, until the trainer has ended; then the last one. A trainer that is gone
+    reads no more events, so the process ends at once."""
+    from harness.analysis.evaluation.evaluator import TEMPORARY, choose_due, evaluate_checkpoint
+
+    for left in run.evaluations.glob(f"{TEMPORARY}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    given_up: set[str] = set()
+    while True:
+        is_last = trainer is None or bool(select.select([sys.stdin], [], [], 0)[0])
+        if trainer is not None and os.getppid() != trainer:
+            return EXIT_DONE
+        due = choose_due(run, cfg.eval, is_last=is_last, given_up=given_up)
+        if due is not None:
+            try:
+                for event in evaluate_checkpoint(run, due, cfg):
+                    print(to_json(event), file=events, flush=True)
+                log_evaluation(f"{due.name}: evaluated")
+            except ConfigError:
+                raise
+            except Exception as error:  # deleted meanwhile, a dataset that cannot be loaded, a failure of the library
+                traceback.print_exc()
+                log_evaluation(f"{due.name}: not evaluated: {' '.join(str(error).split())[:300]}")
+            given_up.add(due.name)
+        elif is_last:
+            return EXIT_DONE
+        else:
+            select.select([sys.stdin], [], [], POLL_S)
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the trainer is gone: a restarted trainer starts its own, on the same
+    device."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def log_evaluation(line: str) -> None:
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,106 @@
+"""The upload process of a run.
+
+    python -m harness.checkpoint.remote RUN_DIR      uploads what is not in the store yet, then exits
+
+Rank 0 starts it with its run (`upload_process`). It never imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness.checkpoint.remote.remote_run import open_remote_run
+from harness.checkpoint.remote.uploader import Uploader
+from harness.config import compose
+from harness.config.checkpoint import CheckpointConfig
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError
+from harness.core.locking.file_lock import exclusive
+from harness.core.rundir import RunDir
+
+POLL_S = 1.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+LOCK = "upload.lock"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.checkpoint.remote", description="Upload the checkpoints of a run to its object store."
+    )
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--trainer", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    run = RunDir(options.run_dir.absolute())
+    if options.trainer is not None:
+        for number in (signal.SIGINT, signal.SIGUSR1):  # meant for the trainer, but sent to all processes of the job
+            signal.signal(number, signal.SIG_IGN)
+        os.nice(10)
+    try:
+        cfg = compose.read(run.config).checkpoint
+        with exclusive(run.path / LOCK, keep_trying=lambda: True):
+            return upload_until_end(run, cfg, trainer=options.trainer)
+    except ConfigError as error:
+        log_upload(str(error))
+        return EXIT_BAD_CONFIG
+
+
+def has_store(run: RunDir) -> bool:
+    return compose.read(run.config).checkpoint.remote.url is not None
+
+
+def upload_until_end(run: RunDir, cfg: CheckpointConfig, *, trainer: int | None) -> int:
+    """Upload until the trainer, the parent of this process, is gone and everything is in the store. The store gets
+    `exit_wait_s` seconds after that; without a trainer as long."""
+    assert cfg.remote.url is not None
+    remote = open_remote_run(cfg.remote.url, run.path.name, retry_s=0)
+    uploader: Uploader | None = None
+    pause_s, failed, gone_s = FIRST_PAUSE_S, "", None
+    while True:
+        is_last = trainer is None or has_ended(trainer)
+        if is_last and gone_s is None:
+            gone_s = time.monotonic()
+        try:
+            uploader = uploader or Uploader(run, remote, cfg)
+            for line in uploader.upload_due(last=is_last):
+                log_upload(line)
+            if failed:
+                log_upload("the store answers again; everything was uploaded")
+            failed, pause_s = "", FIRST_PAUSE_S
+            if is_last:
+                return EXIT_DONE
+        except OSError as error:
+            problem = str(error) if isinstance(error, StorageError) else f"{error.filename}: {error.strerror}"
+            log_upload(problem if problem != failed else f"still: {problem}")
+            failed, pause_s = problem, min(2 * pause_s, LONGEST_PAUSE_S)
+        if gone_s is not None and time.monotonic() - gone_s > cfg.remote.exit_wait_s:
+            return EXIT_INTERRUPTED
+        _sleep(pause_s if failed else POLL_S, trainer)
+
+
+def log_upload(line: str) -> None:
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}", file=sys.stderr, flush=True)
+
+
+def has_ended(trainer: int) -> bool:
+    """Whether the trainer, the parent of this process, is gone or has closed the pipe to it: the run is over."""
+    return os.getppid() != trainer or bool(select.select([sys.stdin], [], [], 0)[0])
+
+
+def _sleep(seconds: float, trainer: int | None) -> None:
+    """Sleep; wakes up early when the trainer ends."""
+    if trainer is None or has_ended(trainer):
+        time.sleep(seconds)
+    else:
+        select.select([sys.stdin], [], [], seconds)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # a thread of a client that waits for its server must not keep the process

@@ -1,0 +1,172 @@
+"""Object stores by URL (`s3://`, `gs://`, any other of fsspec): list, read ranges, upload, download, delete.
+
+Why: stores fail for seconds and return, and each client library raises errors of its own. Callers see `StorageError`
+for what may work later, `ConfigError` for what never will, and `FileNotFoundError` for an object that does not exist.
+How: fsspec is imported at the first use. Listings are never cached, because other processes write to the store.
+Credentials and endpoints come from the environment or from the files of the client (`AWS_*`,
+`GOOGLE_APPLICATION_CREDENTIALS`, `FSSPEC_S3_ENDPOINT_URL`), never from the configuration of a run.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, final
+
+from harness.config.errors import ConfigError, StorageError
+
+T = TypeVar("T")
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+READ_BYTES = 2**24
+"""Bytes of one request when an object is read from its beginning to its end."""
+TIMEOUT_S = 20
+"""Seconds that a client of S3 waits for a connection or for more bytes."""
+_VERSION_KEYS = ("ETag", "etag", "md5Hash", "generation", "LastModified", "mtime", "created", "ino")
+"""Names under which file systems of fsspec give what changes with the content of an object."""
+
+
+class StoredObject(NamedTuple):
+    num_bytes: int
+    version: str
+    """Changes when the object is replaced: its ETag, checksum or time."""
+
+
+def is_url(path: str) -> bool:
+    """Whether a path is the URL of an object store."""
+    return "://" in path
+
+
+def join_url(url: str, *names: str) -> str:
+    return "/".join([url.rstrip("/"), *names])
+
+
+def require_url(url: str, key: str) -> None:
+    """Reject a URL that the installed packages cannot open; the message says what to install."""
+    try:
+        import fsspec
+    except ImportError:
+        raise ConfigError(key, f"{url} needs fsspec: pip install 'pretraining-harness[remote]'") from None
+    try:
+        fsspec.get_filesystem_class(url.partition("://")[0])
+    except (ImportError, ValueError) as error:
+        raise ConfigError(key, f"{url} cannot be opened: {_one_line(error)}") from None
+
+
+@final
+class ObjectStore:
+    """All objects below one URL, by their path relative to it; safe to use from several threads."""
+
+    def __init__(self, url: str, *, key: str, retry_s: float) -> None:
+        """`key` is the config key of the URL, for messages. Failed requests are repeated for `retry_s` seconds."""
+        require_url(url, key)
+        import fsspec
+
+        self.url = url.rstrip("/")
+        self._key = key
+        self._retry_s = retry_s
+        options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+        if url.startswith(("s3://", "s3a://")):
+            timeouts = {"connect_timeout": TIMEOUT_S, "read_timeout": TIMEOUT_S, "retries": {"max_attempts": 1}}
+            options["config_kwargs"] = timeouts
+        self._system, root = fsspec.core.url_to_fs(self.url, **options)
+        self._system.retries = 1  # s3fs repeats requests by itself and logs nothing; here each failure is printed
+        self._root = root.rstrip("/")
+
+    def find_all(self, path: str = "") -> dict[str, StoredObject]:
+        """All objects below a path, by their path relative to it; empty if there are none."""
+        start = self._full(path)
+
+        def find() -> dict[str, StoredObject]:
+            try:
+                found = self._system.find(start, detail=True)
+            except FileNotFoundError:
+                return {}
+            return {
+                name.removeprefix(start).lstrip("/"): StoredObject(int(info["size"] or 0), _version(info))
+                for name, info in found.items()
+            }
+
+        return self._repeat(find, path)
+
+    def glob(self, pattern: str) -> list[str]:
+        """Paths of the objects that match a pattern, sorted."""
+        found = self._repeat(lambda: self._system.glob(self._full(pattern)), pattern)
+        return sorted(name.removeprefix(self._root).lstrip("/") for name in found)
+
+    def look_up(self, path: str) -> StoredObject | None:
+        """Size and version of an object; None if there is none."""
+
+        def look() -> StoredObject | None:
+            try:
+                info = self._system.info(self._full(path))
+            except FileNotFoundError:
+                return None
+            return None if info["type"] == "directory" else StoredObject(int(info["size"] or 0), _version(info))
+
+        return self._repeat(look, path)
+
+    def read(self, path: str, start: int | None = None, end: int | None = None) -> bytes:
+        """The bytes of an object from `start` up to `end`."""
+        return bytes(self._repeat(lambda: self._system.cat_file(self._full(path), start=start, end=end), path))
+
+    def chunks(self, path: str, num_bytes: int) -> Iterator[bytes]:
+        """The bytes of an object of this size, one request after the other."""
+        for start in range(0, num_bytes, READ_BYTES):
+            yield self.read(path, start, min(num_bytes, start + READ_BYTES))
+
+    def write(self, path: str, content: bytes) -> None:
+        """Create or replace an object."""
+        self._repeat(lambda: self._system.pipe_file(self._full(path), content), path)
+
+    def upload(self, local: Path, path: str) -> None:
+        """Create or replace an object from a local file; it appears when it is complete."""
+        self._repeat(lambda: self._system.put_file(str(local), self._full(path)), path)
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """Delete objects one after the other; one that does not exist is no error."""
+        for path in paths:
+
+            def remove(path: str = path) -> None:
+                try:
+                    self._system.rm_file(self._full(path))
+                except FileNotFoundError:
+                    return
+
+            self._repeat(remove, path)
+
+    def _full(self, path: str) -> str:
+        return f"{self._root}/{path}" if path else self._root
+
+    def _repeat(self, attempt: Callable[[], T], path: str) -> T:
+        """The result of the first attempt that succeeds within the time; `StorageError` if none does."""
+        name, until, pause_s = join_url(self.url, path), time.monotonic() + self._retry_s, FIRST_PAUSE_S
+        while True:
+            try:
+                return attempt()
+            except FileNotFoundError:
+                raise
+            except PermissionError as error:
+                raise ConfigError(self._key, f"{name}: access denied ({_one_line(error)})") from None
+            except Exception as error:
+                if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError", "NoCredentialProviders"):
+                    raise ConfigError(self._key, f"{name}: {_one_line(error)}") from None
+                left_s = until - time.monotonic()
+                if left_s <= 0:
+                    problem = f"the store does not answer: {_one_line(error)}"
+                    raise StorageError(errno.EIO, problem, name) from None
+                pause_s = min(pause_s, left_s)
+                print(f"warning: {name}: {_one_line(error)}; again in {pause_s:.1f} s", file=sys.stderr, flush=True)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def _version(info: dict[str, Any]) -> str:
+    return next((str(info[key]).strip('"') for key in _VERSION_KEYS if info.get(key)), "")
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

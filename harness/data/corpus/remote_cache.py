@@ -1,0 +1,288 @@
+"""Corpora in an object store: a local cache of verified blocks, shared by the ranks and runs of one machine.
+
+Why: a corpus may be larger than what a machine wants to copy before the first step, and a store that fails for a minute
+must not end a run.
+How: each object becomes a sparse file of the same size in the cache, which is memory-mapped like any other token file.
+A block is fetched when a window first needs it, and its SHA-256 is written beside the file. A process that reads a
+block for the first time compares content and hash; a block that differs was damaged on disk, or its write was cut
+short, and is fetched again. A lock on the hash of a block lets one process of the machine fetch it while the others
+wait. The directory in the cache depends on URL and version of the object, so a replaced object never mixes with blocks
+of the old one. Small companions (.idx, .meta.json, ...) are fetched as a whole when the file is opened.
+Left out: eviction. The cache grows up to the size of the corpora; a user deletes its directories while no run uses
+them.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import struct
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import final
+
+from harness.config.data import RemoteDataConfig
+from harness.config.errors import ConfigError, StorageError, require
+from harness.core.object_store import ObjectStore, StoredObject, is_url
+
+NUM_FETCHES = 16
+"""Blocks that one process fetches at the same time."""
+RECHECK_S = 60.0
+"""An object is compared with its recorded version at most this often."""
+LISTING_S = 60.0
+"""A listing of a directory is used for this long: hundreds of files of one directory are opened one after the other."""
+DIGEST_BYTES = 32
+COMPANIONS = (".idx", ".meta.json", ".counts.npy", ".tokenizer.json")
+BLOCKS = ".blocks"
+KEY = "data.remote"
+
+
+@final
+class CachedFile:
+    """One object of the store as a local file of the same size; it has content only where `require` was called."""
+
+    def __init__(
+        self, store: ObjectStore, name: str, found: StoredObject, path: Path, *, key: str, block_bytes: int
+    ) -> None:
+        self.url = f"{store.url}/{name}"
+        self.path = path
+        self._store = store
+        self._name = name
+        self._found = found
+        self._key = key
+        self._block_bytes = block_bytes
+        self._digests = path.with_name(path.name + BLOCKS)
+        self._is_verified = bytearray(-(-found.num_bytes // block_bytes))
+        self._checked_s = time.monotonic()
+        _make_sparse(path, found.num_bytes)
+        _make_sparse(self._digests, DIGEST_BYTES * len(self._is_verified))
+
+    def require(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Return when the bytes of all these ranges (start, end) are in the file and verified.
+
+        Raises `StorageError` if the store does not answer for `data.remote.retry_s` seconds, and `ConfigError` if the
+        object was replaced or removed.
+        """
+        size, verified = self._block_bytes, self._is_verified
+        wanted = {block for start, end in ranges for block in range(start // size, -(-end // size))}
+        missing = [block for block in sorted(wanted) if not verified[block]]
+        if len(missing) == 1:
+            self._obtain(missing[0])
+        elif missing:
+            list(_fetches().map(self._obtain, missing))
+
+    def require_all(self) -> None:
+        self.require([(0, self._found.num_bytes)])
+
+    def _obtain(self, block: int) -> None:
+        """Verify a block on disk, or fetch it; other processes that need it wait for the lock."""
+        start = block * self._block_bytes
+        end = min(start + self._block_bytes, self._found.num_bytes)
+        place = DIGEST_BYTES * block
+        try:
+            with self._digests.open("r+b", buffering=0) as digests, self.path.open("r+b", buffering=0) as file:
+                _lock(digests.fileno(), place, DIGEST_BYTES)  # released when `digests` is closed
+                expected = os.pread(digests.fileno(), DIGEST_BYTES, place)
+                is_there = any(expected) and _sha256(os.pread(file.fileno(), end - start, start)) == expected
+                if not is_there:
+                    content = self._fetch(start, end)
+                    os.pwrite(digests.fileno(), bytes(DIGEST_BYTES), place)  # a crash now leaves a block without a hash
+                    os.pwrite(file.fileno(), content, start)
+                    os.pwrite(digests.fileno(), _sha256(content), place)
+        except (ConfigError, StorageError):
+            raise
+        except OSError as error:
+            problem = f"the cache of {self.url} cannot be used: {error.strerror or error}"
+            raise StorageError(error.errno or errno.EIO, problem, str(self.path)) from None
+        self._is_verified[block] = 1
+
+    def _fetch(self, start: int, end: int) -> bytes:
+        if time.monotonic() - self._checked_s > RECHECK_S:
+            self._require_unchanged()
+        try:
+            content = self._store.read(self._name, start, end)
+        except FileNotFoundError:
+            raise ConfigError(self._key, f"{self.url}: was removed during the run") from None
+        if len(content) != end - start:
+            self._require_unchanged()
+            problem = f"returned {len(content)} of the {end - start} bytes from {start} on"
+            raise StorageError(errno.EIO, problem, self.url)
+        return content
+
+    def _require_unchanged(self) -> None:
+        now = self._store.look_up(self._name)
+        require(now == self._found, self._key, f"{self.url}: changed during the run, from {self._found} to {now}")
+        self._checked_s = time.monotonic()
+
+
+@final
+class RemoteCache:
+    """The objects that this process has opened."""
+
+    def __init__(self, cfg: RemoteDataConfig) -> None:
+        self._cfg = cfg
+        self._root = Path(cfg.cache_dir).expanduser() if cfg.cache_dir else _default_root()
+        self._stores: dict[str, ObjectStore] = {}
+        self._listings: dict[str, tuple[float, dict[str, StoredObject]]] = {}
+        self._opened: dict[str, CachedFile] = {}
+        self._by_path: dict[Path, CachedFile] = {}
+
+    def expand(self, given: str, *, key: str, endings: Sequence[str], pattern: frozenset[str]) -> list[str]:
+        """URLs of the data files that a URL means: itself, the .bin of an .idx or of a prefix, or what it matches."""
+        bucket, name = _split(given, key)
+        store = self._store(bucket, key)
+        if pattern.intersection(name):
+            names = [
+                found.removesuffix(".idx") + ".bin" if found.endswith(".idx") else found for found in store.glob(name)
+            ]
+            names = [found for found in names if found.endswith(tuple(endings)) and not found.endswith(".counts.npy")]
+            require(bool(names), key, f"{given}: matches no {' or '.join(endings)} file")
+            return [f"{bucket}/{found}" for found in sorted(set(names))]
+        listed = self._list(store, name, key)
+        base = name.removesuffix(".idx") + ".bin" if name.endswith(".idx") else name
+        for candidate in (base, f"{name}.bin"):
+            if candidate in listed:
+                is_prefix = candidate != base
+                message = f"{given}.idx: is missing beside {given}.bin; a flat file needs its ending in the path"
+                require(not is_prefix or f"{name}.idx" in listed, key, message)
+                return [f"{bucket}/{candidate}"]
+        raise ConfigError(key, f"{given}: no such object, nor {given}.bin with {given}.idx")
+
+    def open(self, url: str, *, key: str) -> CachedFile:
+        """The local file of an object and its companions, made on the first call."""
+        if url in self._opened:
+            return self._opened[url]
+        bucket, name = _split(url, key)
+        store = self._store(bucket, key)
+        listed = self._list(store, name, key)
+        require(name in listed, key, f"{url}: no such object")
+        stem = name.rpartition(".")[0]
+        beside = [stem + ending for ending in COMPANIONS if stem + ending in listed and name.endswith((".bin", ".npy"))]
+        parts = [(each, listed[each].num_bytes, listed[each].version) for each in [name, *beside]]
+        digest = hashlib.sha256(json.dumps([bucket, parts, self._cfg.block_kb]).encode()).hexdigest()
+        folder = self._root / digest[:32]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "source.txt").write_text(f"{url}\n", encoding="utf-8")
+            files = [
+                CachedFile(
+                    store,
+                    each,
+                    listed[each],
+                    folder / each.rpartition("/")[2],
+                    key=key,
+                    block_bytes=1024 * self._cfg.block_kb,
+                )
+                for each in [name, *beside]
+            ]
+        except OSError as error:
+            raise ConfigError(f"{KEY}.cache_dir", f"{folder} cannot be used: {error.strerror}") from None
+        for companion in files[1:]:
+            companion.require_all()
+        self._opened[url] = self._by_path[files[0].path] = files[0]
+        return files[0]
+
+    def find(self, path: Path) -> CachedFile | None:
+        """The object whose local file this is; None for any other file."""
+        return self._by_path.get(path)
+
+    def _store(self, bucket: str, key: str) -> ObjectStore:
+        if bucket not in self._stores:
+            self._stores[bucket] = ObjectStore(bucket, key=key, retry_s=self._cfg.retry_s)
+        return self._stores[bucket]
+
+    def _list(self, store: ObjectStore, name: str, key: str) -> dict[str, StoredObject]:
+        """All objects in the directory of an object, by their path in the bucket."""
+        folder = name.rpartition("/")[0]
+        place = f"{store.url}/{folder}"
+        listed_s, listing = self._listings.get(place, (float("-inf"), {}))
+        if time.monotonic() - listed_s > LISTING_S or name not in listing:
+            prefix = f"{folder}/" if folder else ""
+            listing = {prefix + each: found for each, found in store.find_all(folder).items()}
+            require(bool(listing), key, f"{place}: has no objects")
+            self._listings[place] = (time.monotonic(), listing)
+        return listing
+
+
+_cache: RemoteCache | None = None
+_settings = RemoteDataConfig()
+_pool: ThreadPoolExecutor | None = None
+
+
+def use_cache(cfg: RemoteDataConfig) -> None:
+    """Set cache directory, block size and retries of this process; the files that are open stay open if nothing
+    changes."""
+    global _cache, _settings
+    if cfg != _settings:
+        _cache, _settings = None, cfg
+
+
+def remote_cache() -> RemoteCache:
+    """The cache of this process."""
+    global _cache
+    if _cache is None:
+        _cache = RemoteCache(_settings)
+    return _cache
+
+
+def local_path(path: str | Path, *, key: str) -> Path:
+    """The local file of a path or of a URL."""
+    return remote_cache().open(str(path), key=key).path if is_url(str(path)) else Path(path)
+
+
+def cached_file(path: Path) -> CachedFile | None:
+    """The object behind a local file of the cache; None for any other file."""
+    return None if _cache is None else _cache.find(path)
+
+
+def recorded_path(path: Path) -> str:
+    """How records and messages name a file: by its URL if it is in the cache."""
+    cached = cached_file(path)
+    return str(path) if cached is None else cached.url
+
+
+def _fetches() -> ThreadPoolExecutor:
+    global _pool
+    if _pool is None:
+        _pool = ThreadPoolExecutor(max_workers=NUM_FETCHES, thread_name_prefix="blocks")
+    return _pool
+
+
+def _split(url: str, key: str) -> tuple[str, str]:
+    """Protocol with bucket, and the rest of a URL."""
+    protocol, _, rest = url.partition("://")
+    bucket, _, name = rest.partition("/")
+    if not bucket and name:  # file:///folder/name
+        bucket, _, name = f"/{name}".rpartition("/")
+    require(bool(bucket and name), key, f"{url}: must be PROTOCOL://BUCKET/NAME")
+    return f"{protocol}://{bucket}", name
+
+
+def _default_root() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path("~/.cache").expanduser()) / "pretraining-harness" / "corpora"
+
+
+def _make_sparse(path: Path, num_bytes: int) -> None:
+    """Create a file of this size without content; an existing one stays as it is."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        if os.fstat(descriptor).st_size != num_bytes:
+            os.ftruncate(descriptor, num_bytes)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, start: int, length: int) -> None:
+    """Lock bytes of an open file against other processes and other threads; waits until they are free."""
+    request = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLKW, request)
+
+
+def _sha256(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()

@@ -1,0 +1,139 @@
+"""Brings a run back from its object store: a start without a local run directory resumes where the uploads ended.
+
+How: rank 0 downloads the newest checkpoint that is complete and not tainted, verifies it against its manifest, and then
+the run files, the event log last. From there on the start is an ordinary resume from a run directory. The other ranks
+wait in short collectives, because a download may take longer than `parallel.timeout_s`.
+A local run directory is preferred, unless the run has gone on elsewhere since: then the start is rejected.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+from harness.checkpoint.catalog import Checkpoint, Health
+from harness.checkpoint.integrity import Damaged
+from harness.checkpoint.remote.remote_run import FILES, KEY, Piece, RemoteRun, RunIndex, open_remote_run
+from harness.checkpoint.remote.uploader import read_run_id, write_run_id
+from harness.config.checkpoint import CheckpointRemoteConfig
+from harness.config.errors import StorageError, require
+from harness.config.schema import Config
+from harness.core import rundir
+from harness.core.rundir import RunDir
+from harness.distributed.collectives import run_on_rank_zero
+from harness.telemetry.event_log import last_iteration
+
+POLL_S = 10.0
+"""How long the ranks wait in one collective."""
+
+
+def restore_remote_run(cfg: Config) -> None:
+    """Download the run from `checkpoint.remote.url` if there is no local one; all ranks return or raise together."""
+    if cfg.checkpoint.remote.url is None or cfg.run.name is None:
+        return
+    with ThreadPoolExecutor(max_workers=1) as worker:
+        work = start_once(worker, cfg)
+        while not run_on_rank_zero(lambda: is_done(work())):
+            pass
+
+
+def start_once(worker: ThreadPoolExecutor, cfg: Config) -> Callable[[], Future[None]]:
+    """A function that starts the download at its first call, on rank 0, and returns its future."""
+    started: list[Future[None]] = []
+
+    def start() -> Future[None]:
+        if not started:
+            started.append(worker.submit(restore_from_store, rundir.locate(cfg), cfg.checkpoint.remote))
+        return started[0]
+
+    return start
+
+
+def is_done(work: Future[None]) -> bool:
+    """Wait a while; True if the download is finished. Raises its error."""
+    wait([work], timeout=POLL_S)
+    if work.done():
+        work.result()
+    return work.done()
+
+
+def restore_from_store(run: RunDir, cfg: CheckpointRemoteConfig) -> None:
+    """On rank 0: download the run, unless it is there, or was never uploaded."""
+    assert cfg.url is not None
+    is_local = rundir.has_begun(run)
+    remote = open_remote_run(cfg.url, run.path.name, retry_s=0 if is_local else cfg.retry_s)
+    try:
+        index = remote.read_index()
+        if index is None:
+            return
+        if is_local:
+            require_newest(run, remote, index)
+            return
+        download(run, remote, index)
+    except StorageError as error:
+        if not is_local:
+            raise
+        print(f"warning: {error}; resuming from {run.path}, uploads wait", file=sys.stderr, flush=True)
+
+
+def require_newest(run: RunDir, remote: RemoteRun, index: RunIndex) -> None:
+    """Reject a local directory that belongs to another run than the one in the store, or that is older."""
+    known = read_run_id(run)
+    message = f"{remote.url} holds another run than {run.path}; choose another run.name or another URL"
+    require(known in (None, index.run_id), KEY, message)
+    usable = [each for each in remote.list_checkpoints() if each.health is not Health.tainted]
+    if not usable:
+        return
+    newest, here = remote.read_manifest(usable[-1].name).iteration, last_iteration(run.events)
+    message = f"{remote.url} has come to iteration {newest}, {run.path} only to {here}"
+    advice = f"move {run.path} away to resume from the store, or choose another run.name"
+    require(newest <= max(here, 0), KEY, f"{message}; {advice}")
+
+
+def download(run: RunDir, remote: RemoteRun, index: RunIndex) -> None:
+    """Download the newest intact checkpoint, then the run files."""
+    usable: list[Checkpoint] = [each for each in remote.list_checkpoints() if each.health is not Health.tainted]
+    problems: list[str] = []
+    for checkpoint in reversed(usable):
+        print(f"downloading {remote.url}/{checkpoint.path}", flush=True)
+        try:
+            remote.download_checkpoint(checkpoint.name, run.checkpoints)
+        except Damaged as damage:
+            problems.append(str(damage))
+            print(f"warning: {damage}", file=sys.stderr, flush=True)
+            continue
+        break
+    else:
+        message = (
+            f"no checkpoint in {remote.url} is intact ({'; '.join(problems)}); choose another run.name to start over"
+        )
+        require(not problems, KEY, message)
+        return
+    names = sorted(index.files, key=lambda name: name == run.events.name)
+    for name in names:
+        download_file(remote, index.files[name], run.path / name)
+        if name == names[-2]:
+            write_run_id(run, index.run_id)
+
+
+def download_file(remote: RemoteRun, pieces: list[Piece], target: Path) -> None:
+    """Download a run file, compare every piece with its hash, then rename it into place."""
+    scratch = target.with_name(f".{target.name}.tmp")
+    scratch.parent.mkdir(parents=True, exist_ok=True)
+    with scratch.open("wb") as file:
+        for piece in pieces:
+            place = f"{FILES}/{piece.sha256}"
+            try:
+                content = remote.store.read(place)
+            except FileNotFoundError:
+                content = b""
+            is_intact = hashlib.sha256(content).hexdigest() == piece.sha256
+            require(is_intact, KEY, f"{remote.url}/{place}, a piece of {target.name}, is missing or damaged")
+            file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(target)

@@ -1,0 +1,127 @@
+"""Starts the process that evaluates checkpoints on tasks, and turns its results into events.
+
+Why: an evaluation takes minutes, and no step may wait for it.
+How: the process runs `python -m harness.analysis.evaluation` in its own session with low priority. It prints an event a
+line; a thread reads them, and `drain_events` returns them to the loop of rank 0. A result counts once its event is in
+the queue of the log and `evaluations/NAME.json` is written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Thread
+from typing import Self, final
+
+from harness.config.errors import require
+from harness.config.run import EvalConfig
+from harness.core import processes
+from harness.core.events import TaskEvaluated, from_json
+from harness.core.rundir import RunDir, write_atomically
+from harness.telemetry.postmortem_process import RANK_VARIABLES
+from harness.telemetry.sinks.sink_process import last_line
+
+EVALUATION_MODULE = "harness.analysis.evaluation"
+EVALUATION_LOG = "evaluation.log"
+
+
+def require_evaluation(cfg: EvalConfig) -> None:
+    """Reject tasks that cannot be evaluated here: a package or the directory of the tasks is missing."""
+    if not cfg.harness:
+        return
+    message = "needs lm-evaluation-harness: pip install 'pretraining-harness[evaluation]'"
+    require(
+        all(find_spec(name) is not None for name in ("accelerate", "lm_eval", "transformers")), "eval.harness", message
+    )
+    folder = cfg.harness_tasks_dir
+    require(folder is None or Path(folder).is_dir(), "eval.harness_tasks_dir", f"{folder} is not a directory")
+
+
+@final
+class EvaluationProcess:
+    """Owned by rank 0; started after `config.yaml` is written."""
+
+    def __init__(self, process: subprocess.Popen[bytes], run: RunDir) -> None:
+        self._process = process
+        self._run = run
+        self._events: deque[TaskEvaluated] = deque()
+        self._results: dict[str, dict[str, dict[str, float]]] = {}
+        self._reader = Thread(target=self._read, name="evaluations", daemon=True)
+        self._reader.start()
+
+    @classmethod
+    def start(cls, run: RunDir, cfg: EvalConfig) -> Self | None:
+        """Start the process if `eval.harness` names tasks; if that fails, only a warning is printed."""
+        if not cfg.harness:
+            return None
+        environment = {key: value for key, value in processes.child_environment().items() if key not in RANK_VARIABLES}
+        if cfg.harness_device == "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        log = run.logs / EVALUATION_LOG
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("ab") as errors:
+                process = subprocess.Popen(
+                    processes.command(EVALUATION_MODULE, str(run.path), "--trainer", str(os.getpid())),
+                    env=environment,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            _warn(f"cannot start the evaluation process: {error}")
+            return None
+        return cls(process, run)
+
+    def drain_events(self) -> Iterator[TaskEvaluated]:
+        """Yield the results since the last call; never waits."""
+        while self._events:
+            yield self._events.popleft()
+
+    def finish(self, wait_s: float) -> bool:
+        """Let the process evaluate the last checkpoint, and wait for it; False if it was not evaluated."""
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+        try:
+            is_done = self._process.wait(timeout=wait_s) == 0
+        except subprocess.TimeoutExpired:
+            is_done = False
+            self._process.kill()
+            self._process.wait()
+        self._reader.join(timeout=10)
+        if not is_done and wait_s > 0:
+            last = last_line(self._run.logs / EVALUATION_LOG) or f"still running after {wait_s:g} s"
+            _warn(f"the last checkpoint was not evaluated: {last}")
+        return is_done
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                with suppress(ValueError, KeyError, TypeError):
+                    event = from_json(line.decode())
+                    if isinstance(event, TaskEvaluated):
+                        self._events.append(event)
+                        self._record(event)
+
+    def _record(self, event: TaskEvaluated) -> None:
+        """Write the results of a checkpoint so far; the file says that it was evaluated."""
+        scores = self._results.setdefault(event.directory, {})
+        scores[event.task] = event.metrics
+        path: Path = self._run.evaluations / f"{event.directory}.json"
+        with suppress(OSError):
+            path.parent.mkdir(exist_ok=True)
+            write_atomically(path, json.dumps({"step": event.step, "time": event.time, "tasks": scores}, indent=1))
+
+
+def _warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr, flush=True)

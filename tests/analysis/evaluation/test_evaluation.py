@@ -1,0 +1,150 @@
+"""lm-evaluation-harness on checkpoints of a real run, with a task of its own, offline."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from harness.analysis.dashboard.page_data import page_data
+from harness.analysis.dashboard.story import Story
+from harness.analysis.evaluation.byte_tokenizer import write_byte_tokenizer
+from harness.analysis.evaluation.evaluator import choose_due
+from harness.checkpoint import catalog
+from harness.checkpoint.catalog import Health
+from harness.core import events
+from harness.core.events import RunEnded, TaskEvaluated, from_json, to_json
+from harness.core.rundir import RunDir
+from harness.telemetry.sinks.metrics import metrics_of
+from tests.composed import load
+from tests.distributed import cases
+from tests.forks import Launched
+
+TASK = """\
+task: bytes_task
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {file}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+metric_list:
+  - metric: acc
+    aggregation: mean
+    higher_is_better: true
+"""
+NUM_EXAMPLES = 6
+
+
+def write_task(directory: Path) -> None:
+    directory.mkdir()
+    rows = [
+        {"question": "The name of the module is", "choices": [" import", " xqzjv"], "answer": number % 2}
+        for number in range(NUM_EXAMPLES)
+    ]
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "bytes_task.yaml").write_text(TASK.format(file=directory / "rows.jsonl"))
+
+
+def set_environment(variables: dict[str, str]) -> None:
+    os.environ.update(variables)
+
+
+@pytest.mark.full
+def test_checkpoints_of_a_run_are_evaluated_beside_it(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    write_task(tmp_path / "tasks")
+    arguments = [
+        *cases.TINY,
+        "train.num_steps=8",
+        "train.sequence_length=64",
+        "checkpoint.every_steps=4",
+        "eval.harness=[bytes_task]",
+        f"eval.harness_tasks_dir={tmp_path}/tasks",
+        "launch.nproc=1",
+        f"run.dir={tmp_path}",
+        "run.name=first",
+    ]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
+    output = tmp_path / "output"
+    with Launched("launch.train", *arguments, output=output, first=partial(set_environment, offline)) as launched:
+        assert launched.wait(timeout=280) == 0, launched.stderr
+        printed = launched.stdout + launched.stderr
+    run = RunDir(tmp_path / "first")
+    log = (run.logs / "evaluation.log").read_text()
+    found = list(events.read(run.events))
+    scored = [event for event in found if isinstance(event, TaskEvaluated)]
+    assert scored, f"{printed}\n{log}"
+    last = scored[-1]
+    assert (last.step, last.iteration, last.directory) == (8, 8, catalog.name_of(8, 0))
+    assert last.task == "bytes_task"
+    assert last.metrics["acc"] == 0.5, "the same two texts, each right in half of the rows"
+    assert last.num_examples == NUM_EXAMPLES
+    assert isinstance(found[-1], RunEnded), "the sinks get the result before the run ends"
+    assert "step 8: bytes_task: acc 0.5" in printed
+    assert json.loads((run.evaluations / f"{last.directory}.json").read_text())["tasks"]["bytes_task"] == last.metrics
+    assert [path.name for path in run.evaluations.iterdir() if path.name.startswith(".")] == []
+
+    story = Story()
+    story.read_more(run)
+    data = page_data(run, story, now_s=0.0)
+    assert list(data["tasks"]["columns"]) == ["bytes_task acc"]
+
+
+def test_an_event_becomes_metrics_and_is_read_back() -> None:
+    event = TaskEvaluated(
+        time=1.0,
+        iteration=40,
+        step=38,
+        directory="step-00000038-gen-0",
+        task="arc_easy",
+        metrics={"acc": 0.25, "acc_norm": 0.5},
+        num_examples=4,
+        seconds=2.0,
+    )
+    assert metrics_of(event) == {"task/arc_easy/acc": 0.25, "task/arc_easy/acc_norm": 0.5}
+    assert from_json(to_json(event)) == event
+
+
+def test_a_byte_tokenizer_gives_every_byte_its_number(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for text in ("Hello, world.\n", "naïve 東京 🚀", "".join(map(chr, range(1, 128)))):
+        assert tokenizer.encode(text, add_special_tokens=False).ids == list(text.encode())
+        assert tokenizer.decode(list(text.encode())) == text
+
+
+def test_the_newest_checkpoint_is_due_once(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    cfg = load(["eval.harness=[x]", "eval.harness_every_steps=10"]).eval
+
+    def due(*, is_last: bool = False, given_up: tuple[str, ...] = ()) -> str | None:
+        chosen = choose_due(run, cfg, is_last=is_last, given_up=set(given_up))
+        return None if chosen is None else chosen.name
+
+    def save(step: int) -> str:
+        name = catalog.name_of(step, 0)
+        (run.checkpoints / name).mkdir(parents=True)
+        return name
+
+    assert due(is_last=True) is None
+    first = save(4)
+    assert due() == first
+    assert due(given_up=(first,)) is None
+    run.evaluations.mkdir()
+    (run.evaluations / f"{first}.json").write_text("{}")
+    assert due(is_last=True) is None
+    second = save(13)
+    assert due() is None, "9 steps after the last one"
+    assert due(is_last=True) == second
+    third = save(14)
+    assert due() == third
+    catalog.mark(run.checkpoints / third, Health.tainted, "incident")
+    assert due() is None

@@ -1,0 +1,287 @@
+"""Checkpoints in a real S3 server: verified, complete or absent, pruned, caught up after a failure of the server."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.checkpoint import catalog, integrity
+from harness.checkpoint.catalog import Health
+from harness.checkpoint.integrity import Damaged, Manifest
+from harness.checkpoint.remote.__main__ import upload_until_end
+from harness.checkpoint.remote.remote_run import RemoteRun, open_remote_run
+from harness.checkpoint.remote.uploader import PINNED, Uploader
+from harness.config.checkpoint import CheckpointConfig
+from harness.config.compose import to_yaml
+from harness.config.errors import ConfigError, StorageError
+from harness.core import processes
+from harness.core.rundir import RunDir
+from harness.remote_resume import restore_from_store
+from tests.composed import load
+from tests.s3_server import BUCKET, S3Server, s3_server
+
+# Clients of S3 close their connections when the interpreter ends.
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+URL = f"s3://{BUCKET}/runs"
+FILE_BYTES = 2**20
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    pytest.importorskip("s3fs")
+    pytest.importorskip("moto")
+    with s3_server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run directory with a log; its name is unique, and so is its place in the store."""
+    run = RunDir(tmp_path / tmp_path.name)
+    run.checkpoints.mkdir(parents=True)
+    run.logs.mkdir()
+    overrides = [f"checkpoint.remote.url={URL}", "checkpoint.remote.keep=2", "checkpoint.remote.exit_wait_s=60"]
+    run.config.write_text(to_yaml(load(overrides)))
+    run.events.write_text('{"event":"run_started"}\n{"event":"step"}\n{"event":"half')
+    run.ledger.write_text("")
+    return run
+
+
+def settings() -> CheckpointConfig:
+    return load([f"checkpoint.remote.url={URL}", "checkpoint.remote.keep=2"]).checkpoint
+
+
+def save(run: RunDir, step: int, *, num_files: int = 3) -> str:
+    """A checkpoint as `store.write` leaves it."""
+    name = catalog.name_of(step, 0)
+    scratch = catalog.scratch_path(run.checkpoints, name)
+    scratch.mkdir()
+    names = [f"__{number}_0.distcp" for number in range(num_files)] + [".metadata", "state.json"]
+    for file in names:
+        (scratch / file).write_bytes(os.urandom(FILE_BYTES))
+    manifest = Manifest(
+        step=step,
+        generation=0,
+        iteration=step,
+        tokens=step,
+        time=time.time(),
+        world_size=num_files,
+        files=integrity.hash_files(scratch, names),
+    )
+    integrity.write_checkpoint_manifest(scratch, manifest)
+    catalog.publish(scratch, run.checkpoints / name)
+    return name
+
+
+def remote_of(run: RunDir) -> RemoteRun:
+    return open_remote_run(URL, run.path.name, retry_s=10)
+
+
+def upload(run: RunDir) -> list[str]:
+    return list(Uploader(run, remote_of(run), settings()).upload_due(last=True))
+
+
+def stored(run: RunDir) -> list[tuple[str, str]]:
+    return [(each.name, each.health.value) for each in remote_of(run).list_checkpoints()]
+
+
+def test_what_is_uploaded_comes_back_bit_for_bit(server: S3Server, run: RunDir, tmp_path: Path) -> None:
+    first, second = save(run, 10), save(run, 20)
+    catalog.mark(run.checkpoints / first, Health.good, "clean")
+    lines = upload(run)
+    assert stored(run) == [(first, "good"), (second, "candidate")]
+    assert [line.partition(":")[0] for line in lines] == [second, first], "the newest comes first"
+    assert not list(run.checkpoints.glob(f"{PINNED}*"))
+
+    elsewhere = RunDir(tmp_path / "elsewhere" / run.path.name)
+    restore_from_store(elsewhere, settings().remote)
+    assert [each.name for each in catalog.list_checkpoints(elsewhere.checkpoints)] == [second]
+    for file in (run.checkpoints / second).iterdir():
+        assert (elsewhere.checkpoints / second / file.name).read_bytes() == file.read_bytes()
+    assert elsewhere.config.read_bytes() == run.config.read_bytes()
+    assert elsewhere.events.read_text() == '{"event":"run_started"}\n{"event":"step"}\n', "without the incomplete line"
+    system = server.system()
+    assert upload(run) == []
+    assert len(system.find(f"{BUCKET}/runs/{run.path.name}/files")) == len(
+        set(map(Path.read_bytes, files_of(elsewhere)))
+    )
+
+
+def files_of(run: RunDir) -> list[Path]:
+    return [
+        path for path in run.path.iterdir() if path.is_file() and path.name != "remote.json" and path.stat().st_size
+    ]
+
+
+def test_retention_and_health_follow_the_run(server: S3Server, run: RunDir) -> None:
+    del server
+    names = [save(run, 10)]
+    upload(run)
+    names += [save(run, step) for step in (20, 30, 40)]
+    catalog.mark(run.checkpoints / names[1], Health.good, "clean")
+    upload(run)
+    assert stored(run) == [(names[1], "good"), (names[2], "candidate"), (names[3], "candidate")]
+    catalog.mark(run.checkpoints / names[3], Health.tainted, "incident")
+    shutil.rmtree(run.checkpoints / names[2])  # pruned by the run; the store keeps its copy
+    upload(run)
+    assert stored(run) == [(names[1], "good"), (names[2], "candidate")]
+
+
+def test_a_tainted_checkpoint_is_not_what_a_resume_takes(server: S3Server, run: RunDir, tmp_path: Path) -> None:
+    del server
+    first, second = save(run, 10), save(run, 20)
+    upload(run)
+    catalog.mark(run.checkpoints / second, Health.tainted, "incident")
+    list(Uploader(run, remote_of(run), settings())._send_healths(remote_of(run).list_directories()))
+    elsewhere = RunDir(tmp_path / "elsewhere" / run.path.name)
+    restore_from_store(elsewhere, settings().remote)
+    assert [each.name for each in catalog.list_checkpoints(elsewhere.checkpoints)] == [first]
+
+
+def test_damage_in_the_store_is_found_and_an_older_checkpoint_is_taken(
+    server: S3Server, run: RunDir, tmp_path: Path
+) -> None:
+    first, second = save(run, 10), save(run, 20)
+    upload(run)
+    place = f"{BUCKET}/runs/{run.path.name}/checkpoints/{second}/__1_0.distcp"
+    content = bytearray(server.system().cat_file(place))
+    content[12345] ^= 1
+    server.system().pipe_file(place, bytes(content))
+    with pytest.raises(Damaged, match=r"__1_0\.distcp: its content is not what was saved"):
+        remote_of(run).verify_checkpoint(second)
+    remote_of(run).verify_checkpoint(first)
+    elsewhere = RunDir(tmp_path / "elsewhere" / run.path.name)
+    restore_from_store(elsewhere, settings().remote)
+    assert [each.name for each in catalog.list_checkpoints(elsewhere.checkpoints)] == [first]
+
+
+def test_a_damaged_local_checkpoint_is_not_uploaded(server: S3Server, run: RunDir) -> None:
+    del server
+    name = save(run, 10)
+    file = run.checkpoints / name / "__0_0.distcp"
+    file.write_bytes(bytes(FILE_BYTES))
+    (line,) = upload(run)
+    assert f"{name}: not uploaded" in line
+    assert stored(run) == []
+
+
+def start_process(run: RunDir, log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            processes.command("harness.checkpoint.remote", str(run.path)),
+            env=processes.child_environment(),
+            stdout=output,
+            stderr=output,
+        )
+
+
+def test_an_uploader_killed_in_the_middle_leaves_no_checkpoint(server: S3Server, run: RunDir, tmp_path: Path) -> None:
+    name = save(run, 10, num_files=12)
+    log = tmp_path / "upload.log"
+    server.relay.cut_after = server.relay.num_bytes + 9 * FILE_BYTES
+    process = start_process(run, log)
+    try:
+        wait_for(lambda: "does not answer" in log.read_text(), log)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        server.relay.up()
+    directories = remote_of(run).list_directories()
+    assert 0 < len(directories[name]) < 14, "some files of the checkpoint are in the store"
+    assert stored(run) == []
+    elsewhere = RunDir(tmp_path / "elsewhere" / run.path.name)
+    restore_from_store(elsewhere, settings().remote)
+    assert not elsewhere.path.exists()
+
+    catalog.delete(run.checkpoints / name)
+    newer = save(run, 20)
+    process = start_process(run, log)
+    assert process.wait(timeout=120) == 0, log.read_text()
+    assert list(remote_of(run).list_directories()) == [newer], "the incomplete one is deleted"
+    remote_of(run).verify_checkpoint(newer)
+
+
+def wait_for(condition: object, log: Path) -> None:
+    assert callable(condition)
+    until = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < until, log.read_text()
+        time.sleep(0.1)
+
+
+def test_a_failure_of_the_store_is_survived_and_caught_up(server: S3Server, run: RunDir, tmp_path: Path) -> None:
+    save(run, 10)
+    log = tmp_path / "upload.log"
+    server.relay.down()
+    process = start_process(run, log)
+    try:
+        wait_for(lambda: "does not answer" in log.read_text(), log)
+        newest = save(run, 20)
+    finally:
+        server.relay.up()
+    assert process.wait(timeout=120) == 0, log.read_text()
+    assert stored(run)[-1] == (newest, "candidate")
+    assert "the store answers again" in log.read_text()
+
+
+def test_an_upload_survives_that_the_run_deletes_the_checkpoint(server: S3Server, run: RunDir) -> None:
+    del server
+    name = save(run, 10)
+    remote = remote_of(run)
+    genuine, deleted = remote.store.upload, list[bool]()
+
+    def delete_first(local: Path, path: str) -> None:
+        deleted.append(catalog.delete(run.checkpoints / name))
+        genuine(local, path)
+
+    remote.store.upload = delete_first  # type: ignore[method-assign]
+    list(Uploader(run, remote, settings()).upload_due(last=True))
+    assert sum(deleted) == 1
+    remote_of(run).verify_checkpoint(name)
+
+
+def test_a_store_that_has_gone_on_elsewhere_or_holds_another_run_is_rejected(
+    server: S3Server, run: RunDir, tmp_path: Path
+) -> None:
+    del server
+    save(run, 10)
+    upload(run)
+    run.events.write_text('{"event":"run_started","time":0,"iteration":5,"world_size":1,"num_steps":9}\n')
+    with pytest.raises(ConfigError, match="has come to iteration 10"):
+        restore_from_store(run, settings().remote)
+    other = RunDir(tmp_path / "other" / run.path.name)
+    shutil.copytree(run.path, other.path)
+    (other.path / "remote.json").write_text('{"id": "0123"}')
+    with pytest.raises(ConfigError, match="holds another run"):
+        restore_from_store(other, settings().remote)
+    with pytest.raises(ConfigError, match="holds another run"):
+        upload(other)
+
+
+def test_without_the_store_a_local_run_goes_on_and_a_new_machine_waits(
+    server: S3Server, run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = settings().remote
+    cfg.retry_s = 1.0
+    server.relay.down()
+    try:
+        restore_from_store(run, cfg)
+        assert "uploads wait" in capsys.readouterr().err
+        with pytest.raises(StorageError, match="does not answer"):
+            restore_from_store(RunDir(tmp_path / "none" / run.path.name), cfg)
+        fast = settings()
+        fast.remote.exit_wait_s = 1.0
+        assert upload_until_end(run, fast, trainer=None) == 75
+    finally:
+        server.relay.up()
