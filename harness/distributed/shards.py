@@ -41,7 +41,7 @@ def local_rows(tensor: Tensor) -> Tensor:
 
 def first_element(tensor: Tensor) -> int:
     """Index in the whole tensor, in row-major order, of the first element of this rank's shard; 0 for an empty one."""
-    rows = local_rows(tensor) if tensor.ndim else ()
+    rows = local_rows(tensor) if tensor.ndim else torch.zeros(1)
     return int(rows[0]) * prod(tensor.shape[1:]) if len(rows) else 0
 
 
