@@ -158,6 +158,8 @@ def fp8_range(evidence: Evidence, measures: Measures) -> RuleResult:
         again = f", and {len(found) - 1} more time{'s' if len(found) > 2 else ''}" if len(found) > 1 else ""
         text = f"{found[0].message}, iteration {found[0].iteration}{again}"
         return rate_cause(cause, 0.95, Reason(text, Panel.scale))
+    if early := m.find_precursor(evidence, PrecursorSignal.fp8_underflow):
+        return rate_cause(cause, 0.8, Reason(early.message, Panel.scale))
     shares = m.worst_underflow([*measures.before, *measures.during])
     if not shares:
         return leave_unexamined(cause, "fp8 underflow was not probed around the onset", Panel.scale)
