@@ -45,6 +45,7 @@ class RankSignals:
     moments: float = 1.0
     v: float = 1e-3
     zeros: float = 0.01
+    logit: float = 20.0
     weight_digest: int = 5
     weights_changed: bool = False
     corruption: float = 0.0
@@ -76,6 +77,10 @@ def _ramp(rank_signals: RankSignals, at: int, *, factor: float, of: tuple[str, .
         setattr(rank_signals, name, getattr(rank_signals, name) * (1 + factor * at))
 
 
+def _grow(rank_signals: RankSignals, at: int, *, factor: float, of: str) -> None:
+    setattr(rank_signals, of, getattr(rank_signals, of) * factor**at)
+
+
 def _once(rank_signals: RankSignals, at: int, **values: Any) -> None:
     if at == 0:
         _set(rank_signals, at, **values)
@@ -94,6 +99,7 @@ ONE_RANK_FAULTS: dict[FindingKind, SignalFault] = {
     FindingKind.never_learned: partial(_set, loss=12.0),
     FindingKind.weight_drift: partial(_set, weights=1e3),
     FindingKind.v_stale: partial(_set, v=1.0),
+    FindingKind.precursor: partial(_grow, factor=1.04, of="logit"),
     FindingKind.duplicate_batch: partial(_set, fingerprint=1),
     FindingKind.optimizer_reset: _drop_v,
     FindingKind.fp8_range: partial(_set, zeros=0.99),
@@ -239,6 +245,7 @@ class SimulatedRank:
             layout.part(vector, "group_moments").fill_(rank_signals.moments)
             layout.scalar(vector, "v").fill_(rank_signals.v**2 / size)
             layout.scalar(vector, "update").fill_(1e-6)
+            layout.part(vector, "attention_logits").fill_(rank_signals.logit)
             layout.part(vector, "fp8_zeros").fill_(rank_signals.zeros)
             layout.part(vector, "fp8_nonzeros").fill_(1.0)
             layout.part(vector, "fp8_tensors").fill_(1.0)
