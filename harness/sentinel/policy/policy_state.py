@@ -143,8 +143,7 @@ class PolicyState:
             to_update = _limit(to_update, Rung.skip if is_nonfinite else Rung.watch)
             to_fp8_range, to_findings = _limit(to_fp8_range, Rung.watch), _limit(to_findings, Rung.watch)
         responses = [*to_fp8_range, *to_update, *to_findings]
-        answered = {response.incident for response in responses if response.rung > Rung.watch}
-        responses += self._respond_to_watches(record, other_than=answered)
+        responses += [*self._respond_to_watches(record, responses)]
         self._close_passed(record.step)
         if not self.open_incidents and not record.refused:
             self.suspects.on_clean_record(record)
@@ -396,8 +395,12 @@ class PolicyState:
                 clips_logits = finding.signal == PrecursorSignal.attention_logit and not self.clips_logits
                 yield Response(rung, incident.number, reason, check_first=is_spike, clips_logits=clips_logits)
 
-    def _respond_to_watches(self, record: ReducedRecord, *, other_than: set[int]) -> Iterator[Response]:
-        watched = [each for each in self.open_incidents if each.is_watched and each.number not in other_than]
+    def _respond_to_watches(self, record: ReducedRecord, others: Sequence[Response]) -> Iterator[Response]:
+        """Evaluate the watched incidents to which the record has no stronger response. An incident with a finding in
+        this record is not closed: the response to the finding would be lost with it."""
+        answered = {response.incident for response in others if response.rung > Rung.watch}
+        has_finding = {response.incident for response in others}
+        watched = [each for each in self.open_incidents if each.is_watched and each.number not in answered]
         for incident in watched:
             first = incident.kinds[0]
             match incident.evaluate_watch(self.lineage, record.iteration, cfg=self.cfg):
@@ -410,7 +413,7 @@ class PolicyState:
                     yield Response(Rung.rewind, incident.number, f"the loss does not recover by itself after {first}")
                 case IncidentVerdict.lingering:
                     yield Response(Rung.rollback, incident.number, f"the loss stays high after {first}")
-                case verdict:
+                case verdict if incident.number not in has_finding:
                     self._close(incident, verdict)
 
     def _find_or_open(

@@ -53,6 +53,18 @@ def test_other_signals_are_watched(signal: PrecursorSignal) -> None:
     assert not policy.clips_logits
 
 
+def test_an_fp8_range_finding_counts_in_the_iteration_in_which_the_watch_would_end() -> None:
+    policy = started()
+    assert decide(policy, 100, PrecursorSignal.fp8_underflow) is not None
+    last = 100 + defaults().patience_iterations
+    for iteration in range(101, last):
+        assert decide(policy, iteration) is None
+    now = replace(record(last), in_fp8=True)
+    action = policy.decide(now, [finding(F.fp8_range, now)])
+    assert action is not None
+    assert (action.kind, action.in_fp8) == (K.precision, False)
+
+
 def test_a_preset_that_only_logs_watches_growing_logits() -> None:
     policy = started(AllowedActions.nonfinite_only)
     action = decide(policy, 100, PrecursorSignal.attention_logit)
