@@ -118,9 +118,7 @@ def check_world(cfg: Config, world_size: int) -> None:
     of_replica = f"the number of ranks ({world_size})"
     if replicate > 1:
         of_replica = f"the number of ranks of a replica ({world_size // replicate})"
-    require(
-        world_size // replicate % context == 0, "parallel.context", f"must divide {of_replica}, got {context}"
-    )
+    require(world_size // replicate % context == 0, "parallel.context", f"must divide {of_replica}, got {context}")
     num_data_ranks = world_size // context
     least = f"the number of ranks ({world_size})"
     if context > 1:

@@ -140,9 +140,7 @@ def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     return context_scatter(gradient, ctx.size, ctx.group_name), None, None
 
 
-context_gather = define_op(
-    "context_gather(Tensor local, int size, str group_name) -> Tensor", gather, _gathered_shape
-)
+context_gather = define_op("context_gather(Tensor local, int size, str group_name) -> Tensor", gather, _gathered_shape)
 context_scatter = define_op(
     "context_scatter(Tensor joined, int size, str group_name) -> Tensor", scatter_sum, _scattered_shape
 )

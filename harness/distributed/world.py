@@ -156,7 +156,8 @@ def connect(cfg: ParallelConfig, *, ranks_per_gpu: int = 1) -> World:
     background_group = new_background_group(cfg.timeout_s)
     context_group = None
     if cfg.context > 1:
-        context_group, _ = dist.new_subgroups(group_size=cfg.context, timeout=timedelta(seconds=cfg.timeout_s))
+        timeout = timedelta(seconds=cfg.timeout_s)
+        context_group, _ = dist.new_subgroups(cfg.context, timeout=timeout)  # type: ignore[no-untyped-call]
     return World(
         rank=rank,
         size=size,

@@ -4,7 +4,9 @@
 |---|---|
 | `scaled_dot_product_attention`: cuDNN on Hopper, then FlashAttention | default |
 | Transformer Engine's cuDNN kernels (`harness.precision.te_attention`) | deterministic, on a GPU |
-| `flex_attention` with a block-sparse mask | documents or context parallelism on a GPU; deterministic without the second, or if long |
+| `flex_attention` with a block-sparse mask | documents on a GPU; deterministic without Transformer Engine or if long |
+
+With context parallelism a GPU runs the third kernel, elsewhere the first one gets a dense mask.
 
 Determinism: the second and third kernel give the same bits every time by themselves. `scaled_dot_product_attention` is
 deterministic on a CPU, and on a GPU under `torch.use_deterministic_algorithms(True)`, which excludes cuDNN: then it

@@ -99,7 +99,9 @@ def causal_block_mask(length: int, device: torch.device, context: ContextSplit |
     return BlockSparseMask(None, *lists, positions)
 
 
-def _list_blocks(first: Tensor, last: Tensor, context: ContextSplit | None) -> list[BlockLists]:
+def _list_blocks(
+    first: Tensor, last: Tensor, context: ContextSplit | None
+) -> tuple[BlockLists, BlockLists, BlockLists, BlockLists]:
     """Partial and full key blocks, then the same transposed; from the documents of each block's ends [B, blocks].
 
     The rows are the query blocks of this rank.
@@ -112,9 +114,13 @@ def _list_blocks(first: Tensor, last: Tensor, context: ContextSplit | None) -> l
     chosen = torch.stack([is_partial, is_full]).to(torch.int8)[:, :, None]
     if context is not None:
         chosen = context.take(chosen, 3)
-    lists = []
-    for of_kind in (chosen, chosen.mT):
-        counts = of_kind.sum(dim=-1, dtype=torch.int32)
-        indices = of_kind.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
-        lists += [BlockLists(*pair) for pair in zip(counts.unbind(), indices.unbind(), strict=True)]
-    return lists
+    partial_keys, full_keys = _list_chosen(chosen)
+    partial_queries, full_queries = _list_chosen(chosen.mT)
+    return partial_keys, full_keys, partial_queries, full_queries
+
+
+def _list_chosen(chosen: Tensor) -> list[BlockLists]:
+    """The lists of the chosen blocks, of each kind."""
+    counts = chosen.sum(dim=-1, dtype=torch.int32)
+    indices = chosen.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+    return [BlockLists(*pair) for pair in zip(counts.unbind(), indices.unbind(), strict=True)]

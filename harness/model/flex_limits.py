@@ -11,8 +11,8 @@ MIN_FLEX_HEAD_DIM = 16
 
 
 def flex_obstacle(cfg: ModelConfig, sequence_length: int, *, context: int = 1) -> str:
-    """Why a model cannot run `flex_attention` on a GPU in bf16 or fp16, in words; empty if it can. `context`: ranks that
-    share a sequence, in two chunks each."""
+    """Why a model cannot run `flex_attention` on a GPU in bf16 or fp16, in words; empty if it can. `context`: ranks
+    that share a sequence, in two chunks each."""
     if cfg.attention is AttentionKind.fp32:
         return "model.attention is fp32"
     if cfg.head_dim < MIN_FLEX_HEAD_DIM:

@@ -52,8 +52,8 @@ class Output(NamedTuple):
     objective: Tensor
     """seed * (sum of row_losses + z_sum); differentiate this one."""
     token_losses: Tensor
-    """Cross-entropy of each token [B, S] in nats, zero where the target is ignored; of this rank's tokens [B, S / N] with
-    context parallelism, like all sums below."""
+    """Cross-entropy of each token [B, S] in nats, zero where the target is ignored; of this rank's tokens [B, S / N]
+    with context parallelism, like all sums below."""
     row_losses: Tensor
     """Cross-entropy in nats, summed over the counted tokens of each sequence [B]."""
     row_tokens: Tensor

@@ -75,13 +75,14 @@ def gathered_and_differentiated(context: int) -> dict[str, Tensor]:
     weights = torch.randn(2, 3, 16, 2, 4, generator=torch.Generator().manual_seed(1 + world.rank))
     own_key, own_value = (split.take(each, 1).requires_grad_() for each in (key, value))
     gathered = gather_keys_and_values(own_key, own_value, split)
-    torch.stack(gathered).mul(weights).sum().backward()
+    torch.stack(gathered).mul(weights).sum().backward()  # type: ignore[no-untyped-call]
     total = weights.clone()
     torch.distributed.all_reduce(total, group=world.context_group)
     assert waits == 2, "both collectives are timed"
     by_rank = torch.arange(2 * context * 2).view(context, 1, 1, 4)
     assert torch.equal(part_chunks(join_chunks(by_rank), context), by_rank)
-    assert own_key.grad is not None and own_value.grad is not None
+    assert own_key.grad is not None
+    assert own_value.grad is not None
     return {
         "key": gathered[0].detach() - key,
         "value": gathered[1].detach() - value,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.distributed import cases, context_cases
+from tests.distributed import context_cases
 from tests.distributed.pool import Pool
 
 

@@ -111,7 +111,7 @@ def test_numbers_of_documents_may_repeat_in_other_documents() -> None:
     """Only neighbours are compared: any numbering of contiguous documents will do, as long as neighbours differ."""
     rising = random_documents(3, 5 * MASK_BLOCK, mean_length=200.0)
     falling = rising.amax(dim=1, keepdim=True) - rising
-    for own, other in zip(build_block_mask(rising)[1:], build_block_mask(falling)[1:], strict=True):
+    for own, other in zip(build_block_mask(rising)[1:5], build_block_mask(falling)[1:5], strict=True):
         assert all(torch.equal(*pair) for pair in zip(own, other, strict=True))
 
 

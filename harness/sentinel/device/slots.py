@@ -162,13 +162,18 @@ def find_other_rows(limbs: list[Numbers], *, context: int) -> list[int]:
 
 
 def average_groups(loss: Numbers, context: int) -> Numbers:
-    """The mean loss of each context group, on each of its ranks. Its ranks compute different positions, and early tokens
-    of a sequence have a higher loss, so single ranks differ in every healthy run. A NaN stays with its rank."""
+    """The mean loss of each context group, on each of its ranks; a NaN stays with its rank.
+
+    Its ranks compute different positions. Early tokens of a sequence have a higher loss, so single ranks differ in
+    every healthy run.
+    """
     if context == 1:
         return loss
     groups = loss.reshape(-1, context)
-    means = np.nanmean(np.where(np.isfinite(groups), groups, np.nan), axis=1, keepdims=True)
-    return np.where(np.isfinite(groups), means, groups).reshape(-1)
+    is_finite = np.isfinite(groups)
+    counts = is_finite.sum(axis=1, keepdims=True).clip(min=1)
+    means = np.where(is_finite, groups, 0).sum(axis=1, keepdims=True) / counts
+    return np.where(is_finite, means, groups).reshape(-1)
 
 
 def find_corrupted(corruption: Numbers, *, distance: int) -> list[int]:
