@@ -113,17 +113,7 @@ def build(cfg: Config, world: World, run: RunDir, *, shares_snapshots: bool = Fa
     shares_snapshots: keep snapshots where a later start finds them. Only a training run does.
     """
     run_on_all_ranks(lambda: require_engine(cfg.precision, world.device))
-    check_chunks(cfg, world.device)
-    with torch.device("meta"):
-        model = Transformer(
-            cfg.model,
-            sequence_length=cfg.train.sequence_length,
-            linear=linear,
-            own_kernels=cfg.parallel.compile,
-            deterministic=cfg.run.deterministic,
-            context=split_of(world),
-        )
-        fp8_layers = convert_to_fp8(model.blocks, cfg.precision)
+    model, fp8_layers = build_model(cfg, world)
     parallel = resolve_resharding(cfg)
     comm_stats = shard(model, model.blocks, world=world, cfg=parallel, precision=fsdp_policy(cfg.precision.kind))
     join_context(world, comm_stats.timed)
@@ -190,6 +180,22 @@ def build(cfg: Config, world: World, run: RunDir, *, shares_snapshots: bool = Fa
         gate=gate,
         sentinel=Sentinel.start(cfg.sentinel),
     )
+
+
+def build_model(cfg: Config, world: World) -> tuple[Transformer, Fp8Layers]:
+    """The model and its fp8 layers, without memory for their tensors."""
+    check_chunks(cfg, world.device)
+    with torch.device("meta"):
+        model = Transformer(
+            cfg.model,
+            sequence_length=cfg.train.sequence_length,
+            linear=linear,
+            own_kernels=cfg.parallel.compile,
+            deterministic=cfg.run.deterministic,
+            context=split_of(world),
+        )
+        fp8_layers = convert_to_fp8(model.blocks, cfg.precision)
+    return model, fp8_layers
 
 
 def build_qk_clip(cfg: Config, update: Update, *, device: torch.device, comm_stats: CommStats) -> QkClip:

@@ -22,11 +22,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from harness.distributed.collectives import all_gather_stack, reduce_scatter_stack
-from harness.distributed.world import World
+from harness.distributed.world import ContextGroup, World
 from harness.precision.fp8.custom_ops import LIBRARY, define_op
 
 
@@ -58,7 +57,7 @@ class ContextSplit:
 class _Membership(NamedTuple):
     """The context group of this process, and what measures the time that it waits for the other ranks."""
 
-    group: dist.ProcessGroup
+    group: ContextGroup
     timed: Callable[[], AbstractContextManager[None]]
 
 
@@ -103,7 +102,7 @@ def part_chunks(joined: Tensor, num_ranks: int) -> Tensor:
     return by_rank.reshape(num_ranks, pair, rows, length // num_ranks, *rest)
 
 
-def gather(local: Tensor, size: int, group_name: str) -> Tensor:
+def gather_chunks(local: Tensor, size: int, group_name: str) -> Tensor:
     """[pair, B, S / N, ...] of each rank -> [pair, B, S, ...]."""
     group, timed = _MEMBERSHIPS[group_name]
     with timed():
@@ -111,7 +110,7 @@ def gather(local: Tensor, size: int, group_name: str) -> Tensor:
     return join_chunks(by_rank)
 
 
-def scatter_sum(joined: Tensor, size: int, group_name: str) -> Tensor:
+def scatter_chunks(joined: Tensor, size: int, group_name: str) -> Tensor:
     """[pair, B, S, ...], summed over the ranks -> [pair, B, S / N, ...] of this rank."""
     group, timed = _MEMBERSHIPS[group_name]
     by_rank = part_chunks(joined.contiguous(), size)
@@ -140,8 +139,10 @@ def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     return context_scatter(gradient, ctx.size, ctx.group_name), None, None
 
 
-context_gather = define_op("context_gather(Tensor local, int size, str group_name) -> Tensor", gather, _gathered_shape)
+context_gather = define_op(
+    "context_gather(Tensor local, int size, str group_name) -> Tensor", gather_chunks, _gathered_shape
+)
 context_scatter = define_op(
-    "context_scatter(Tensor joined, int size, str group_name) -> Tensor", scatter_sum, _scattered_shape
+    "context_scatter(Tensor joined, int size, str group_name) -> Tensor", scatter_chunks, _scattered_shape
 )
 torch.library.register_autograd("harness::context_gather", _differentiate, setup_context=_keep_arguments, lib=LIBRARY)

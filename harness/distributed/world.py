@@ -26,6 +26,9 @@ from harness.distributed.torch_private.flight_recorder import record_collectives
 BackgroundGroup = dist.ProcessGroup
 """All ranks over gloo, for one background thread."""
 
+ContextGroup = dist.ProcessGroup
+"""The ranks that share their sequences."""
+
 BACKGROUND_TIMEOUT_S = 3600.0
 """How long a background thread waits for another rank: as long as a slow disk may take."""
 
@@ -50,7 +53,7 @@ class World:
     """All ranks over gloo, for background threads: their collectives must not mix with those of training."""
     context: int = 1
     """Number of ranks that share each sequence."""
-    context_group: dist.ProcessGroup | None = None
+    context_group: ContextGroup | None = None
     """The ranks that share this rank's sequences, in the order of their context ranks; None if `context` is 1."""
 
     @property

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.distributed import context_cases
+from harness.core import events
+from harness.core.events import Finding, StepRecord
+from tests.distributed import cases, context_cases, test_drills
 from tests.distributed.pool import Pool
 
 
@@ -71,3 +74,66 @@ def test_a_step_equals_that_of_one_rank(
     groups = [result["fingerprint"] for result in results]
     assert groups == [groups[rank // context * context] for rank in range(size)], "a group reads the same rows"
     assert sum(groups[::context]) % 2**64 == expected["fingerprint"]
+
+
+@pytest.mark.full
+def test_a_run_has_the_same_data_and_losses_with_any_context(ranks: Pool, tmp_path: Path) -> None:
+    common = ("train.num_steps=12", "sentinel.probe_every=4", "sentinel.sdc.every=3", "data.document_mask=true")
+    _, alone = ranks.run(1, cases.run, str(tmp_path), "run.name=alone", *common)[0]
+    shared = {
+        name: ranks.run(4, cases.run, str(tmp_path), f"run.name={name}", *common, f"parallel.context={context}")[0]
+        for name, context in (("first", 2), ("again", 2), ("four", 4))
+    }
+    for code, records in shared.values():
+        assert code == 0
+        assert [record.fingerprint for record in records] == [record.fingerprint for record in alone]
+        assert [record.tokens for record in records] == [record.tokens for record in alone]
+        assert [record.loss for record in records] == pytest.approx([record.loss for record in alone], rel=2e-5)
+        assert [record.grad_norm for record in records] == pytest.approx([each.grad_norm for each in alone], rel=1e-3)
+        for record, expected in zip(records, alone, strict=True):
+            assert record.source_losses == pytest.approx(expected.source_losses, rel=2e-5)
+            assert not record.other_data
+            assert not record.corrupted_ranks
+        assert {record.recomputed for record in records} >= {None, 0}
+    assert {record.recomputed for record in shared["first"][1]} == {None, 0, 2}, (
+        "a group computes the rows of the other"
+    )
+    first, again = ([repeated_fields(record) for record in shared[name][1]] for name in ("first", "again"))
+    assert first == again, "bit-identical"
+    found = [event for event in events.read(tmp_path / "first" / "events.jsonl") if isinstance(event, Finding)]
+    assert not found, "ranks of a group see different positions, and that is no finding"
+
+
+def repeated_fields(record: StepRecord) -> tuple[Any, ...]:
+    return record.loss, record.grad_norm, record.weight_digest, record.fingerprint, record.group_grad_norms
+
+
+@pytest.mark.full
+def test_a_run_resumes_with_another_context(ranks: Pool, tmp_path: Path) -> None:
+    common = ("optim.schedule=constant", "run.resume=changed", "checkpoint.every_steps=4")
+    for size, context, until in ((1, 1, 4), (4, 2, 8), (4, 4, 12), (2, 1, 16)):
+        overrides = (*common, f"train.num_steps={until}", f"parallel.context={context}")
+        code, records = ranks.run(size, cases.run, str(tmp_path), "run.name=moved", *overrides)[0]
+        assert code == 0
+    code, expected = ranks.run(1, cases.run, str(tmp_path), "run.name=stayed", *common, "train.num_steps=16")[0]
+    assert code == 0
+    assert [record.fingerprint for record in records] == [record.fingerprint for record in expected]
+    assert [record.loss for record in records] == pytest.approx([record.loss for record in expected], rel=5e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["bf16", "fp8_emulated"])
+def test_other_precisions_agree_to_their_rounding(ranks: Pool, precision: str) -> None:
+    """fp8 scales each tensor by its largest value, and a rank has a part of the tokens."""
+    alone = ranks.run(1, context_cases.one_step, f"precision={precision}")[0]
+    for result in ranks.run(2, context_cases.one_step, f"precision={precision}", "parallel.context=2"):
+        assert result["loss"] == pytest.approx(alone["loss"], rel=2e-3)
+        assert result["grad_norm"] == pytest.approx(alone["grad_norm"], rel=3e-2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["nan_grad", "poisoned_batch"])
+def test_a_drill_passes_with_shared_sequences(ranks: Pool, tmp_path: Path, name: str) -> None:
+    overrides = (*test_drills.cpu_overrides(name), "parallel.context=2")
+    card = test_drills.run_drill(ranks, tmp_path, name, overrides)
+    assert not test_drills.broken_bounds(card), card.score.remarks
