@@ -28,7 +28,7 @@ def one_step(*overrides: str) -> dict[str, Any]:
     parts = _build(cfg)
     batch = parts.batches[0]
     forward_backward(parts, batch, cfg=cfg, probe=True)
-    gradients = {name: full(p.grad).clone() for name, p in parts.update.parameters.items() if p.grad is not None}
+    gradients = {name: full(p.grad).cpu().clone() for name, p in parts.update.parameters.items() if p.grad is not None}
     signals = reduce_signals(parts, cfg=cfg, probe=False)
     held_out = all_reduce_sum(loss_sums(parts, parts.held_out[0], cfg=cfg))
     assert batch.facts is not None
