@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.analysis.replay.activation_probe import measure_activations, reduce_measurements
+from harness.analysis.replay.samples import measure_samples
 from harness.build import Parts
 from harness.distributed.collectives import all_reduce_sum
 from harness.distributed.context import ContextSplit, gather_keys_and_values, join_chunks, join_context, part_chunks
@@ -90,3 +92,15 @@ def gathered_and_differentiated(context: int) -> dict[str, Tensor]:
         "value_gradient": own_value.grad - split.take(total[1], 1),
         "positions": split.positions(16, torch.device("cpu")),
     }
+
+
+def replayed_samples(*overrides: str) -> tuple[list[tuple[int, float, float]], list[tuple[int, int, int, float]]]:
+    """What a replay measures: row, loss and gradient norm of each sample; row, position, token and loss of the worst
+    tokens."""
+    cfg = tiny(*overrides)
+    parts = _build(cfg)
+    samples = [(sample.row, sample.loss, sample.grad_norm) for sample in measure_samples(parts, 0)]
+    with measure_activations(parts.model) as sums:
+        forward_backward(parts, parts.batches[0], cfg=cfg, probe=False)
+    _, tokens = reduce_measurements(sums)
+    return samples, [(found.row, found.position, found.token, found.loss) for found in tokens]

@@ -137,3 +137,26 @@ def test_a_drill_passes_with_shared_sequences(ranks: Pool, tmp_path: Path, name:
     overrides = (*test_drills.cpu_overrides(name), "parallel.context=2")
     card = test_drills.run_drill(ranks, tmp_path, name, overrides)
     assert not test_drills.broken_bounds(card), card.score.remarks
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "overrides", [("parallel.context=2",), ("parallel.context=4",), ("parallel.context=2", "parallel=hsdp")]
+)
+def test_a_replay_measures_the_same_samples_and_tokens(ranks: Pool, overrides: tuple[str, ...]) -> None:
+    samples, tokens = ranks.run(1, context_cases.replayed_samples, *DOCUMENTS)[0]
+    for own_samples, own_tokens in ranks.run(4, context_cases.replayed_samples, *DOCUMENTS, *overrides):
+        for own, expected in zip(own_samples, samples, strict=True):
+            assert own == pytest.approx(expected, rel=1e-4)
+        assert [token[:3] for token in own_tokens] == [token[:3] for token in tokens]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_compiled_blocks_compute_the_same(ranks: Pool, checkpointing: str) -> None:
+    alone = ranks.run(1, context_cases.one_step)[0]
+    overrides = ("parallel.context=2", "parallel.compile=true", f"parallel.activation_checkpointing={checkpointing}")
+    for result in ranks.run(2, context_cases.one_step, *overrides):
+        assert result["loss"] == pytest.approx(alone["loss"], rel=2e-6)
+        for name, gradient in result["gradients"].items():
+            torch.testing.assert_close(gradient, alone["gradients"][name], rtol=1e-4, atol=1e-6, msg=name)
