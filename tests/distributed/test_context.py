@@ -47,6 +47,7 @@ DOCUMENTS = ("data.document_mask=true",)
         (2, 2, ("model.qk_norm=true", "model.tied_head=true", "model.attention=fp32"), ()),
         (2, 2, ("model.norm=layer", "model.norm_placement=post"), ("parallel.activation_checkpointing=full",)),
         (4, 2, ("train.batch_size=3",), ()),
+        (2, 2, (), ("parallel.activation_offload=true", "parallel.activation_checkpointing=full")),
     ],
 )
 def test_a_step_equals_that_of_one_rank(

@@ -55,8 +55,10 @@ def test_attention_of_a_part_of_the_queries_equals_that_of_all(context: int, has
     if documents is not None:
         allowed = allowed & document_mask(documents)
     exact = [each.float().requires_grad_() for each in (query, key, value)]
-    attended = F.scaled_dot_product_attention(*exact, attn_mask=allowed, scale=0.125, enable_gqa=True)
-    attended.backward(gradient.float())
+    attended = F.scaled_dot_product_attention(
+        exact[0], exact[1], exact[2], attn_mask=allowed, scale=0.125, enable_gqa=True
+    )
+    attended.backward(gradient.float())  # type: ignore[no-untyped-call]
     keys_and_values = torch.zeros(2, *key.shape, device="cuda")
     for rank in range(context):
         split = ContextSplit(context, rank)

@@ -194,6 +194,33 @@ def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("has_documents", [True, False])
+@pytest.mark.usefixtures("flex_on_cpu")
+def test_flex_attention_of_parts_of_the_queries_equals_the_dense_mask(has_documents: bool) -> None:
+    """Gradients of queries are those of the whole sequence, gradients of keys and values add up over the ranks."""
+    context, length = 2, 4 * MASK_BLOCK
+    query, key, value = (numbers(2, heads, length, 16, seed=heads).requires_grad_() for heads in (4, 2, 2))
+    gradient = numbers(2, 4, length, 16)
+    documents = random_documents(2, length, mean_length=60.0) if has_documents else None
+    dense = None if documents is None else document_mask(documents)
+    expected = sdpa(query, key, value, dense, 0.3)
+    expected_gradients = torch.autograd.grad(expected, (query, key, value), gradient)
+    sums = [torch.zeros_like(key), torch.zeros_like(value)]
+    for rank in range(context):
+        split = ContextSplit(context, rank)
+        mask = causal_block_mask(length, torch.device("cpu"), split)
+        if documents is not None:
+            mask = build_block_mask(documents, split)
+        own_query = split.take(query.detach(), 2).requires_grad_()
+        attended = harness.model.attention_layer._compiled_attend_blocks()(own_query, key, value, mask, 0.3)
+        torch.testing.assert_close(attended, split.take(expected, 2), rtol=1e-4, atol=1e-5)
+        gradients = torch.autograd.grad(attended, (own_query, key, value), split.take(gradient, 2))
+        torch.testing.assert_close(gradients[0], split.take(expected_gradients[0], 2), rtol=1e-4, atol=1e-5)
+        sums = [total + part for total, part in zip(sums, gradients[1:], strict=True)]
+    torch.testing.assert_close(sums, list(expected_gradients[1:]), rtol=1e-4, atol=1e-5)
+
+
 def block_gradients(
     cfg: ModelConfig, mask: Tensor | BlockSparseMask | None, *, kind: ActivationCheckpointing, compiled: bool
 ) -> list[Tensor]:
