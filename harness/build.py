@@ -30,12 +30,13 @@ from harness.data.sources import RecordedData, describe_eod_token, make_rare_ind
 from harness.distributed.activation_offload import ActivationOffload
 from harness.distributed.collectives import all_reduce_min, gather_results, run_on_all_ranks, run_on_rank_zero
 from harness.distributed.compute_clock import ComputeClock
+from harness.distributed.context import join_context, split_of
 from harness.distributed.determinism import DeterministicSettings
 from harness.distributed.fsdp import shard
 from harness.distributed.reduce_scatter import CommStats
 from harness.distributed.world import World, device_memory_bytes
 from harness.held_out import HeldOut, open_held_out
-from harness.model.attention_layer import attention_backend
+from harness.model.attention_layer import attention_backend, check_chunks
 from harness.model.init import initialize
 from harness.model.mup import parameter_table, role_of
 from harness.model.size import flops_per_token, needs_resharding, num_parameters
@@ -112,17 +113,10 @@ def build(cfg: Config, world: World, run: RunDir, *, shares_snapshots: bool = Fa
     shares_snapshots: keep snapshots where a later start finds them. Only a training run does.
     """
     run_on_all_ranks(lambda: require_engine(cfg.precision, world.device))
-    with torch.device("meta"):
-        model = Transformer(
-            cfg.model,
-            sequence_length=cfg.train.sequence_length,
-            linear=linear,
-            own_kernels=cfg.parallel.compile,
-            deterministic=cfg.run.deterministic,
-        )
-        fp8_layers = convert_to_fp8(model.blocks, cfg.precision)
+    model, fp8_layers = build_model(cfg, world)
     parallel = resolve_resharding(cfg)
     comm_stats = shard(model, model.blocks, world=world, cfg=parallel, precision=fsdp_policy(cfg.precision.kind))
+    join_context(world, comm_stats.timed)
     if parallel.activation_offload:
         model.offload = ActivationOffload(len(model.blocks), world.device)
     model.to_empty(device=world.device)
@@ -137,6 +131,7 @@ def build(cfg: Config, world: World, run: RunDir, *, shares_snapshots: bool = Fa
         layers=tuple(f"blocks.{layer}" for layer in sampled_layers(cfg.model.num_layers)),
         sources=batches.source_names,
         num_ranks=world.size,
+        context=world.context,
         has_fp8=cfg.precision.kind is PrecisionKind.fp8,
     )
     fp8_layers.materialize(world.device, layout.groups)
@@ -187,6 +182,22 @@ def build(cfg: Config, world: World, run: RunDir, *, shares_snapshots: bool = Fa
     )
 
 
+def build_model(cfg: Config, world: World) -> tuple[Transformer, Fp8Layers]:
+    """The model and its fp8 layers, without memory for their tensors."""
+    check_chunks(cfg, world.device)
+    with torch.device("meta"):
+        model = Transformer(
+            cfg.model,
+            sequence_length=cfg.train.sequence_length,
+            linear=linear,
+            own_kernels=cfg.parallel.compile,
+            deterministic=cfg.run.deterministic,
+            context=split_of(world),
+        )
+        fp8_layers = convert_to_fp8(model.blocks, cfg.precision)
+    return model, fp8_layers
+
+
 def build_qk_clip(cfg: Config, update: Update, *, device: torch.device, comm_stats: CommStats) -> QkClip:
     """Compiled blocks measure attention logits in every step, so that they have one graph."""
     return QkClip(
@@ -215,7 +226,12 @@ def open_data_on_all_ranks(cfg: Config, world: World, run: RunDir, ledger: Ledge
 def open_rank_data(cfg: Config, world: World, ledger: Ledger, recorded: RecordedData) -> tuple[Batches, Batches]:
     """Open this rank's data. The plan digest reads the corpus once, so an I/O error appears here."""
     opened = open_data(
-        cfg, rank=world.rank, world_size=world.size, device=world.device, ledger=ledger, recorded=recorded
+        cfg,
+        rank=world.data_rank,
+        world_size=world.num_data_ranks,
+        device=world.device,
+        ledger=ledger,
+        recorded=recorded,
     )
     opened[0].plan_digest()
     return opened

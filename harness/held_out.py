@@ -74,12 +74,13 @@ def open_held_out(cfg: Config, held_out: Batches, *, world: World) -> HeldOut:
     """Load this rank's share of the fixed rows onto its device."""
     if cfg.sentinel.held_out_rows == 0:
         return HeldOut([])
-    micro = cfg.train.micro_batch_size or max(1, cfg.train.batch_size // world.size)
-    num_rows = -(-cfg.sentinel.held_out_rows // (micro * world.size)) * micro * world.size
+    micro = cfg.train.micro_batch_size or max(1, cfg.train.batch_size // world.num_data_ranks)
+    at_once = micro * world.num_data_ranks
+    num_rows = -(-cfg.sentinel.held_out_rows // at_once) * at_once
     fixed = Batches(
         held_out.sources,
         recipe=held_out_recipe(cfg, batch_size=num_rows),
-        share=Share(world.rank, world.size, world.device),
+        share=Share(world.data_rank, world.num_data_ranks, world.device),
         ledger=Ledger(),
         document_mask=cfg.data.document_mask,
     )

@@ -48,15 +48,17 @@ def explain_off(cfg: Config, world: World) -> str:
 def choose_recomputation(parts: Parts, *, iteration: int, cfg: Config) -> int | None:
     """Whose rows are computed again in the coming step; None: nobody's. Equal on all ranks.
 
-    With delayed fp8 scaling every rank has scales of its own, so ranks cannot be compared with each other.
+    With delayed fp8 scaling every rank has scales of its own, so ranks cannot be compared with each other. A context
+    group computes the rows of another group, so distances are multiples of its size.
     """
     across_ranks = cfg.sentinel.sdc.across_ranks and not (parts.fp8_layers.is_delayed and parts.fp8_layers.layers)
-    return choose_distance(
+    distance = choose_distance(
         iteration,
         every=check_interval(cfg, parts.world),
         is_repeating=parts.sentinel.repeats_check,
-        num_ranks=parts.world.size if across_ranks else 1,
+        num_ranks=parts.world.num_data_ranks if across_ranks else 1,
     )
+    return None if distance is None else distance * parts.world.context
 
 
 def choose_distance(iteration: int, *, every: int, is_repeating: bool, num_ranks: int) -> int | None:

@@ -216,7 +216,7 @@ def host_facts(parts: Parts, state: RunState, batch: Batch, branches: Branches) 
         batch=facts_to_record(batch.facts, parts.batches.source_names),
         in_fp8=branches.in_fp8,
         in_planned_change=branches.planned,
-        stride=parts.batches.compared_stride(branches.cursor) or 1,
+        stride=(parts.batches.compared_stride(branches.cursor) or 1) * parts.world.context,
         batch_tokens=parts.batches.size(branches.cursor) * parts.batches.sequence_length,
         recomputed=branches.recompute,
     )

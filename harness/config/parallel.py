@@ -32,6 +32,9 @@ class ParallelConfig:
     """auto: cuda if available, else cpu."""
     replicate: int
     """Replicas of the sharded model (HSDP); 1: plain FSDP. Must divide the number of ranks."""
+    context: int = 1
+    """Ranks that share each sequence (context parallelism); 1: every rank computes whole sequences. Must divide the
+    number of ranks of a replica; twice its value must divide train.sequence_length."""
     reshard_after_forward: bool | None
     """Free gathered weights after each block's forward: less memory, one more all-gather; null: only if they would take
     more than a tenth of the device's memory."""
@@ -47,6 +50,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         require(self.replicate >= 1, "parallel.replicate", f"must be at least 1, got {self.replicate}")
+        require(self.context >= 1, "parallel.context", f"must be at least 1, got {self.context}")
         message = "must be false with activation_checkpointing=selective and compile=false: torch keeps the selected "
         message += "tensors outside autograd, where they cannot be moved; use none or full, or compile=true"
         is_selective = self.activation_checkpointing is ActivationCheckpointing.selective

@@ -51,6 +51,7 @@ class Config:
             limit = train.num_steps - optim.warmup_steps
             message = f"must not exceed train.num_steps - optim.warmup_steps ({limit}), got {optim.decay_steps}"
             require(optim.decay_steps <= limit, "optim.decay_steps", message)
+        check_context(self)
         if self.precision.kind is PrecisionKind.fp8:
             check_fp8(self)
             self.precision.resolve_phases(train.num_steps)
@@ -94,36 +95,53 @@ def check_fp8(cfg: Config) -> None:
     for key, side in sides.items():
         message = f"must give GEMM dimensions that are multiples of {FP8_SIDE} for precision=fp8, gives {side}"
         require(side % FP8_SIDE == 0, key, message)
-    rows = (cfg.train.micro_batch_size or 1) * cfg.train.sequence_length
+    rows = (cfg.train.micro_batch_size or 1) * cfg.train.sequence_length // cfg.parallel.context
     message = f"must give micro-batches of a multiple of {FP8_SIDE} tokens for precision=fp8, gives {rows}"
     require(rows % FP8_SIDE == 0, "train.sequence_length", message)
 
 
+def check_context(cfg: Config) -> None:
+    """Check that the ranks of a context group can share a sequence evenly: each takes two chunks of it."""
+    context, length = cfg.parallel.context, cfg.train.sequence_length
+    message = f"must be a multiple of 2 x parallel.context ({2 * context}), got {length}"
+    require(context == 1 or length % (2 * context) == 0, "train.sequence_length", message)
+
+
 def check_world(cfg: Config, world_size: int) -> None:
     """Check the values that depend on the number of ranks."""
-    replicate, batch = cfg.parallel.replicate, cfg.train.batch_size
+    replicate, context, batch = cfg.parallel.replicate, cfg.parallel.context, cfg.train.batch_size
     require(
         world_size % replicate == 0,
         "parallel.replicate",
         f"must divide the number of ranks ({world_size}), got {replicate}",
     )
-    message = f"must be at least the number of ranks ({world_size}), one sequence per rank, got {batch}"
-    require(batch >= world_size, "train.batch_size", message)
+    of_replica = f"the number of ranks ({world_size})"
+    if replicate > 1:
+        of_replica = f"the number of ranks of a replica ({world_size // replicate})"
+    require(world_size // replicate % context == 0, "parallel.context", f"must divide {of_replica}, got {context}")
+    num_data_ranks = world_size // context
+    least = f"the number of ranks ({world_size})"
+    if context > 1:
+        least = f"the number of ranks / parallel.context ({num_data_ranks})"
+    message = f"must be at least {least}, one sequence per {'rank' if context == 1 else 'group'}, got {batch}"
+    require(batch >= num_data_ranks, "train.batch_size", message)
     for number, stage in enumerate(cfg.train.batch_size_warmup):
-        message = f"must be at least the number of ranks ({world_size}), got {stage.batch_size}"
-        require(stage.batch_size >= world_size, f"train.batch_size_warmup[{number}].batch_size", message)
+        message = f"must be at least {least}, got {stage.batch_size}"
+        require(stage.batch_size >= num_data_ranks, f"train.batch_size_warmup[{number}].batch_size", message)
     require_ranks("profile.ranks", cfg.profile.ranks, world_size)
     if cfg.precision.kind is PrecisionKind.fp8:
         for _, size in cfg.train.size_stages():
             rows = sharing(cfg, world_size, batch_size=size).micro_batch_slots
-            tokens = rows * cfg.train.sequence_length
+            tokens = rows * cfg.train.sequence_length // context
             message = f"must give micro-batches of a multiple of {FP8_SIDE} tokens for precision=fp8, "
             message += f"gives {rows} sequences ({tokens} tokens) on {world_size} ranks"
             require(tokens % FP8_SIDE == 0, "train.micro_batch_size", message)
 
 
 def sharing(cfg: Config, world_size: int, *, batch_size: int | None = None) -> Sharing:
-    """The split of the global batch over `world_size` ranks; `batch_size` is that of a stage of the warm-up."""
+    """The split of the global batch over `world_size` ranks; `batch_size` is that of a stage of the warm-up. The ranks
+    of a context group share their rows, so the shares are those of the groups."""
     train = cfg.train
     size = train.batch_size if batch_size is None else batch_size
-    return Sharing(batch_size=size, world_size=world_size, micro_batch_size=train.micro_batch_size)
+    num_data_ranks = world_size // cfg.parallel.context
+    return Sharing(batch_size=size, world_size=num_data_ranks, micro_batch_size=train.micro_batch_size)

@@ -57,6 +57,25 @@ def start_broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> di
     return work
 
 
+_ALL_GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""torch 2.13 has new names for both and warns about the old ones."""
+
+
+def all_gather_stack(block: Tensor, num_ranks: int, group: dist.ProcessGroup) -> Tensor:
+    """The blocks of all ranks of a group, stacked in the order of the ranks. On a GPU only the stream waits."""
+    stacked = block.new_empty((num_ranks, *block.shape))
+    _ALL_GATHER(stacked.view(-1), block.contiguous().view(-1), group=group)
+    return stacked
+
+
+def reduce_scatter_stack(stacked: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's block of a stack that is summed over all ranks of a group. On a GPU only the stream waits."""
+    block = stacked.new_empty(stacked.shape[1:])
+    _REDUCE_SCATTER(block.view(-1), stacked.contiguous().view(-1), group=group)
+    return block
+
+
 def receive_from_distance(block: Tensor, distance: int) -> Tensor:
     """The block of the rank `distance` places after this one, in a ring of all ranks. Collective: all ranks send blocks
     of the same size. On a GPU only the stream waits."""

@@ -1,9 +1,10 @@
 """Process groups and device meshes: this rank's place among all ranks.
 
-How: a mesh of replicate x shard ranks, and the same mesh over gloo for tensors in host memory.
+How: a mesh of replicate x shard ranks, and the same mesh over gloo for tensors in host memory. With context parallelism
+neighbouring ranks share their sequences: rank = data_rank * context + context_rank. FSDP shards over all of them.
 Several ranks can share a GPU for a rehearsal. NCCL rejects two ranks of one machine with the same GPU, so each rank
 gets a host identity of its own, and NCCL connects them over loopback sockets.
-Left out: tensor, pipeline and context parallelism.
+Left out: tensor and pipeline parallelism.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from harness.distributed.torch_private.flight_recorder import record_collectives
 
 BackgroundGroup = dist.ProcessGroup
 """All ranks over gloo, for one background thread."""
+
+ContextGroup = dist.ProcessGroup
+"""The ranks that share their sequences."""
 
 BACKGROUND_TIMEOUT_S = 3600.0
 """How long a background thread waits for another rank: as long as a slow disk may take."""
@@ -47,6 +51,25 @@ class World:
     """The same mesh over gloo, for copies in host memory."""
     background_group: dist.ProcessGroup
     """All ranks over gloo, for background threads: their collectives must not mix with those of training."""
+    context: int = 1
+    """Number of ranks that share each sequence."""
+    context_group: ContextGroup | None = None
+    """The ranks that share this rank's sequences, in the order of their context ranks; None if `context` is 1."""
+
+    @property
+    def context_rank(self) -> int:
+        """Index of this rank among those that share its sequences."""
+        return self.rank % self.context
+
+    @property
+    def data_rank(self) -> int:
+        """Index of this rank's rows among the shares of the global batch; equal on all ranks of a context group."""
+        return self.rank // self.context
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Number of different shares of the global batch."""
+        return self.size // self.context
 
     @property
     def is_first(self) -> bool:
@@ -134,6 +157,10 @@ def connect(cfg: ParallelConfig, *, ranks_per_gpu: int = 1) -> World:
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=axes)
     host_mesh = mesh if device.type == "cpu" else init_device_mesh("cpu", shape, mesh_dim_names=axes)
     background_group = new_background_group(cfg.timeout_s)
+    context_group = None
+    if cfg.context > 1:
+        timeout = timedelta(seconds=cfg.timeout_s)
+        context_group, _ = dist.new_subgroups(cfg.context, timeout=timeout)  # type: ignore[no-untyped-call]
     return World(
         rank=rank,
         size=size,
@@ -142,6 +169,8 @@ def connect(cfg: ParallelConfig, *, ranks_per_gpu: int = 1) -> World:
         replicate=cfg.replicate,
         host_mesh=host_mesh,
         background_group=background_group,
+        context=cfg.context,
+        context_group=context_group,
     )
 
 

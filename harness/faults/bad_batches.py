@@ -58,7 +58,13 @@ class TamperedCorpus:
     def __init__(self, site: Site) -> None:
         self._site = site
         parts = site.run.parts
-        corrupt_batches(parts.batches, site.fault, seed=site.seed, world_size=parts.world.size)
+        corrupt_batches(
+            parts.batches,
+            site.fault,
+            seed=site.seed,
+            world_size=parts.world.size,
+            context=parts.world.context,
+        )
 
     def before(self, iteration: int) -> None:
         """Log the strike, on the rank that owns the rows; on rank 0 if the rows of all ranks are bad."""
@@ -73,21 +79,22 @@ class TamperedCorpus:
         pass
 
 
-def corrupt_planned_batches(run: RunDir, batches: Batches, world_size: int) -> None:
+def corrupt_planned_batches(run: RunDir, batches: Batches, world_size: int, *, context: int = 1) -> None:
     """Apply all data faults of a drill, for tools that read its batches again."""
     plan = read_plan(run)
     for _, fault in plan or ():
         if fault.kind in DATA_FAULTS:
             assert plan is not None
-            corrupt_batches(batches, fault, seed=plan.seed, world_size=world_size)
+            corrupt_batches(batches, fault, seed=plan.seed, world_size=world_size, context=context)
 
 
-def corrupt_batches(batches: Batches, fault: Fault, *, seed: int, world_size: int) -> None:
-    """Let the batches of the fault have other tokens from now on."""
+def corrupt_batches(batches: Batches, fault: Fault, *, seed: int, world_size: int, context: int = 1) -> None:
+    """Let the batches of the fault have other tokens from now on. `context`: ranks that share their sequences."""
     corpora = [_ExtendedCorpus(source.corpus) for source in batches.sources]
     redirected: dict[int, dict[tuple[int, int], int]] = {}
     for index in range(fault.at, fault.at + fault.duration):
-        for source, sample, row in changed_rows(batches, fault, index, seed=seed, world_size=world_size):
+        bad_rows = changed_rows(batches, fault, index, seed=seed, world_size=world_size, context=context)
+        for source, sample, row in bad_rows:
             own = corpora[source].own_sample(sample)
             redirected.setdefault(index, {})[source, own] = corpora[source].add(own, row)
     batches.sources = tuple(
@@ -98,13 +105,14 @@ def corrupt_batches(batches: Batches, fault: Fault, *, seed: int, world_size: in
 
 
 def changed_rows(
-    batches: Batches, fault: Fault, index: int, *, seed: int, world_size: int
+    batches: Batches, fault: Fault, index: int, *, seed: int, world_size: int, context: int = 1
 ) -> list[tuple[int, int, Row]]:
     """Source, sample and replacement of each bad row of a batch."""
     sources, samples = batches.samples(index)
     own = list(range(len(samples)))
     if fault.rank is not None:
-        own = own[Sharing(batch_size=len(samples), world_size=world_size).rows_of(fault.rank_of(world_size))]
+        shares = Sharing(batch_size=len(samples), world_size=world_size // context)
+        own = own[shares.rows_of(fault.rank_of(world_size) // context)]
     if fault.kind in (FaultKind.duplicate_batch, FaultKind.repeated_batch):
         require(fault.at > 0, "drill.fault.at", f"must be at least 1 for {fault.kind}, which repeats the batch before")
         before = list(zip(*batches.samples(fault.at - 1), strict=True))

@@ -6,6 +6,8 @@
 | Transformer Engine's cuDNN kernels (`harness.precision.te_attention`) | deterministic, on a GPU |
 | `flex_attention` with a block-sparse mask | documents on a GPU; deterministic without Transformer Engine or if long |
 
+With context parallelism a GPU runs the third kernel, elsewhere the first one gets a dense mask.
+
 Determinism: the second and third kernel give the same bits every time by themselves. `scaled_dot_product_attention` is
 deterministic on a CPU, and on a GPU under `torch.use_deterministic_algorithms(True)`, which excludes cuDNN: then it
 runs FlashAttention-2 in bf16 and fp16, and the memory-efficient kernel in fp32 or with a dense mask.
@@ -29,10 +31,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from harness.config.errors import require
 from harness.config.model import AttentionKind, ModelConfig
 from harness.config.schema import Config
+from harness.distributed.context import ContextSplit, gather_keys_and_values
 from harness.distributed.torch_private.inductor_options import compile_options
-from harness.model.attention_mask import BlockSparseMask, build_block_mask, document_mask
+from harness.model.attention_mask import (
+    BlockSparseMask,
+    build_block_mask,
+    causal_block_mask,
+    context_causal_mask,
+    context_document_mask,
+    document_mask,
+)
 from harness.model.flex_limits import MASK_BLOCK, flex_obstacle
 from harness.model.mup import attention_scale
 from harness.precision.fp8.linear import project
@@ -44,7 +55,8 @@ LinearFactory = Callable[[int, int], nn.Module]
 """(in_features, out_features) -> a linear layer without bias."""
 
 AttentionMask = Tensor | BlockSparseMask | None
-"""Dense (bool, broadcastable to [B, H, S, S]) or block-sparse; None: only causal."""
+"""Dense (bool, broadcastable to [B, H, S, S]) or block-sparse; None: only causal. With context parallelism the queries
+are those of this rank, there is always a mask, and a dense one includes causality."""
 
 HALF = (torch.bfloat16, torch.float16)
 MAX_WORKSPACE_BYTES = 8 * 2**30
@@ -56,8 +68,16 @@ SAMPLED_ROWS, SAMPLED_QUERIES = 2, 32
 class Attention(nn.Module):
     """Causal grouped-query attention with RoPE."""
 
-    def __init__(self, cfg: ModelConfig, *, linear: LinearFactory, deterministic: bool = False) -> None:
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        *,
+        linear: LinearFactory,
+        deterministic: bool = False,
+        context: ContextSplit | None = None,
+    ) -> None:
         super().__init__()
+        self.context = context
         self.head_dim = cfg.head_dim
         self.scale = attention_scale(cfg)
         self.kind = cfg.attention
@@ -77,7 +97,11 @@ class Attention(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The output [B, S, D]; with `measure_logits` also the largest sampled logit of each query head [heads]."""
         query, key, value = self._project(hidden, cos, sin)
-        largest = sample_logits(query.detach(), key.detach(), self.scale) if measure_logits else None
+        if self.context is not None:
+            key, value = gather_keys_and_values(key, value, self.context)
+        largest = None
+        if measure_logits:
+            largest = sample_logits(query.detach(), key.detach(), self.scale, context=self.context)
         attended = self._attend(query, key, value, mask)
         mixed: Tensor = self.output(attended.to(hidden.dtype).flatten(2))
         return mixed if largest is None else (mixed, largest)
@@ -119,8 +143,13 @@ class Attention(nn.Module):
             )
             enable_gqa = False
         if mask is None:
+            assert self.context is None, "the queries of this rank need a mask"
             return F.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=self.scale, enable_gqa=enable_gqa
+            )
+        if self.context is not None:  # the mask is complete, and every query sees at least itself
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, scale=self.scale, enable_gqa=enable_gqa
             )
         length = query.shape[-2]
         allowed = mask & torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
@@ -131,37 +160,40 @@ class Attention(nn.Module):
         return torch.where(has_key, attended, 0.0)
 
 
-def sample_logits(query: Tensor, key: Tensor, scale: float) -> Tensor:
+def sample_logits(query: Tensor, key: Tensor, scale: float, *, context: ContextSplit | None = None) -> Tensor:
     """The largest attention logit of each query head [heads] in fp32, over evenly spread queries of the first rows.
 
     `query` [B, S, heads, head_dim] and `key` [B, S, key heads, head_dim], with RoPE applied. Masks of documents are not
-    applied: keys of other documents count too.
+    applied: keys of other documents count too. With `context` the queries are those of this rank.
     """
     length, num_heads, head_dim = query.shape[1:]
-    stride = -(-length // SAMPLED_QUERIES)
+    stride, num_all = -(-length // SAMPLED_QUERIES), key.shape[1]
     places = torch.arange(stride - 1, length, stride, device=query.device)  # the last of each stretch: many keys
+    if context is not None:
+        places = context.positions(num_all, query.device)[stride - 1 :: stride]
     query, key = query[:SAMPLED_ROWS, stride - 1 :: stride], key[:SAMPLED_ROWS]
     num_rows, num_queries, num_keys = len(query), query.shape[1], key.shape[2]
     grouped = query.view(num_rows, num_queries, num_keys, -1, head_dim).permute(0, 2, 3, 1, 4)
     scores = grouped.flatten(2, 3) @ key.permute(0, 2, 3, 1)
-    is_earlier = torch.arange(length, device=query.device) <= places[:, None]
-    scores = scores.view(num_rows, num_heads, num_queries, length)
+    is_earlier = torch.arange(num_all, device=query.device) <= places[:, None]
+    scores = scores.view(num_rows, num_heads, num_queries, num_all)
     largest = torch.where(is_earlier, scores, -torch.inf).amax(dim=(0, 2, 3))
     return largest.float() * scale
 
 
 def attend_blocks(query: Tensor, key: Tensor, value: Tensor, mask: BlockSparseMask, scale: float) -> Tensor:
     """Attention [B, heads, S, head_dim] by `flex_attention`; fast only if compiled."""
-    documents = mask.documents
+    documents, positions = mask.documents, mask.query_positions
+    query_documents = documents if mask.query_documents is None else mask.query_documents
 
     def is_visible(row: Tensor, _head: Tensor, query_at: Tensor, key_at: Tensor) -> Tensor:
-        if documents is None:
-            return query_at >= key_at
-        return (query_at >= key_at) & (documents[row, query_at] == documents[row, key_at])
+        is_earlier = (query_at if positions is None else positions[query_at]) >= key_at
+        if documents is None or query_documents is None:
+            return is_earlier
+        return is_earlier & (query_documents[row, query_at] == documents[row, key_at])
 
-    length = query.shape[-2]
     block_mask = BlockMask(
-        seq_lengths=(length, length),
+        seq_lengths=(query.shape[-2], key.shape[-2]),
         kv_num_blocks=mask.partial_keys.counts,
         kv_indices=mask.partial_keys.indices,
         full_kv_num_blocks=mask.full_keys.counts,
@@ -198,11 +230,33 @@ def reference_attention(model: nn.Module) -> Iterator[None]:
             layer.on_reference_path = False
 
 
-def mask_documents(cfg: ModelConfig, documents: Tensor) -> Tensor | BlockSparseMask:
-    """The mask that keeps the documents [B, S] of a sequence apart."""
-    if documents.is_cuda and not flex_obstacle(cfg, documents.shape[1]):
-        return build_block_mask(documents)
-    return document_mask(documents)
+def mask_documents(
+    cfg: ModelConfig, documents: Tensor, context: ContextSplit | None = None
+) -> Tensor | BlockSparseMask:
+    """The mask that keeps the documents [B, S] of a sequence apart, for the queries of this rank."""
+    num_ranks = 1 if context is None else context.size
+    if documents.is_cuda and not flex_obstacle(cfg, documents.shape[1], context=num_ranks):
+        return build_block_mask(documents, context)
+    return document_mask(documents) if context is None else context_document_mask(documents, context)
+
+
+def mask_context(
+    cfg: ModelConfig, length: int, device: torch.device, context: ContextSplit
+) -> Tensor | BlockSparseMask:
+    """The causal mask of a sequence of `length` tokens without documents, for the queries of this rank."""
+    if device.type == "cuda" and not flex_obstacle(cfg, length, context=context.size):
+        return causal_block_mask(length, device, context)
+    return context_causal_mask(length, device, context)
+
+
+def check_chunks(cfg: Config, device: torch.device) -> None:
+    """Check that the chunks of a shared sequence consist of whole blocks of the mask, where the kernel needs that."""
+    context, length = cfg.parallel.context, cfg.train.sequence_length
+    is_fast = DTYPES[cfg.precision.kind] in HALF and not flex_obstacle(cfg.model, MASK_BLOCK)
+    multiple = 2 * context * MASK_BLOCK
+    message = f"must be a multiple of 2 x parallel.context x {MASK_BLOCK} ({multiple}) on a GPU, got {length}"
+    must_fit = context > 1 and device.type == "cuda" and is_fast
+    require(not must_fit or length % multiple == 0, "train.sequence_length", message)
 
 
 def needs_causal_blocks(cfg: ModelConfig, num_rows: int, sequence_length: int) -> bool:
@@ -223,17 +277,18 @@ def attention_backend(cfg: Config, device: torch.device, *, num_rows: int, deter
 
     `num_rows`: sequences of a micro-batch.
     """
-    documents, model = cfg.data.document_mask, cfg.model
-    sdpa = "scaled_dot_product_attention" + (" with a dense mask" if documents else "")
-    if device.type != "cuda" or not (documents or deterministic):
+    documents, model, context = cfg.data.document_mask, cfg.model, cfg.parallel.context
+    is_masked = documents or context > 1
+    sdpa = "scaled_dot_product_attention" + (" with a dense mask" if is_masked else "")
+    if device.type != "cuda" or not (is_masked or deterministic):
         return sdpa
     if DTYPES[cfg.precision.kind] not in HALF:
         return f"{sdpa}: precision is {cfg.precision.kind}"
     if model.attention is AttentionKind.fp32:
         return f"{sdpa}: model.attention is fp32"
     length = cfg.train.sequence_length
-    no_te, no_flex = te_obstacle(model, num_rows, length), flex_obstacle(model, length)
-    if not documents and (not no_te or (no_flex and not te_attention_obstacle(model.head_dim))):
+    no_te, no_flex = te_obstacle(model, num_rows, length), flex_obstacle(model, length, context=context)
+    if not is_masked and (not no_te or (no_flex and not te_attention_obstacle(model.head_dim))):
         return "Transformer Engine, cuDNN's deterministic backward pass"
-    reasons = ([] if documents else [no_te]) + ([no_flex] if no_flex else [])
+    reasons = ([] if is_masked else [no_te]) + ([no_flex] if no_flex else [])
     return ": ".join([sdpa if no_flex else "flex_attention, block-sparse", *(["; ".join(reasons)] if reasons else [])])

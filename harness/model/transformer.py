@@ -10,6 +10,8 @@ How: `forward` takes tokens and targets and returns the objective to differentia
 logits exist only in chunks inside the loss. Blocks are equal and get all inputs as arguments, so that each can be
 compiled, checkpointed and sharded by itself. No control flow depends on tensor values: there is no host sync, and NaN
 propagates to the gate.
+Context parallelism: `forward` takes whole sequences on all ranks of a context group and computes this rank's part of
+them (`harness.distributed.context`). Its sums are those of this rank's tokens, and add up over the ranks.
 RoPE pairs the first half of a head with the second, as in Hugging Face's Llama, so that weights can be exchanged.
 Left out: dropout, positions that restart in each document of a packed sequence, KV caches for generation.
 """
@@ -26,7 +28,15 @@ from torch.nn import functional as F
 from harness.config.model import ModelConfig, NormKind, NormPlacement
 from harness.distributed.activation_offload import ActivationOffload
 from harness.distributed.bit_digests import BitDigests
-from harness.model.attention_layer import Attention, AttentionMask, LinearFactory, mask_documents, needs_causal_blocks
+from harness.distributed.context import ContextSplit
+from harness.model.attention_layer import (
+    Attention,
+    AttentionMask,
+    LinearFactory,
+    mask_context,
+    mask_documents,
+    needs_causal_blocks,
+)
 from harness.model.attention_mask import causal_block_mask
 from harness.model.loss import IGNORED, LossOptions, chunked_cross_entropy, count_losses, sample_entropy
 from harness.model.mup import output_multiplier
@@ -42,7 +52,8 @@ class Output(NamedTuple):
     objective: Tensor
     """seed * (sum of row_losses + z_sum); differentiate this one."""
     token_losses: Tensor
-    """Cross-entropy of each token [B, S] in nats, zero where the target is ignored."""
+    """Cross-entropy of each token [B, S] in nats, zero where the target is ignored; of this rank's tokens [B, S / N]
+    with context parallelism, like all sums below."""
     row_losses: Tensor
     """Cross-entropy in nats, summed over the counted tokens of each sequence [B]."""
     row_tokens: Tensor
@@ -102,10 +113,17 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """A pre-LN transformer block."""
 
-    def __init__(self, cfg: ModelConfig, *, linear: LinearFactory, deterministic: bool = False) -> None:
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        *,
+        linear: LinearFactory,
+        deterministic: bool = False,
+        context: ContextSplit | None = None,
+    ) -> None:
         super().__init__()
         self.attention_norm = build_norm(cfg)
-        self.attention = Attention(cfg, linear=linear, deterministic=deterministic)
+        self.attention = Attention(cfg, linear=linear, deterministic=deterministic, context=context)
         self.mlp_norm = build_norm(cfg)
         self.mlp = SwiGLU(cfg, linear=linear)
 
@@ -158,13 +176,15 @@ class PostNormBlock(Block):
         return hidden, torch.zeros_like(hidden), *logits
 
 
-def build_block(cfg: ModelConfig, *, linear: LinearFactory, deterministic: bool = False) -> Block:
+def build_block(
+    cfg: ModelConfig, *, linear: LinearFactory, deterministic: bool = False, context: ContextSplit | None = None
+) -> Block:
     """A block with its norms where `model.norm_placement` says."""
     match cfg.norm_placement:
         case NormPlacement.pre:
-            return Block(cfg, linear=linear, deterministic=deterministic)
+            return Block(cfg, linear=linear, deterministic=deterministic, context=context)
         case NormPlacement.post:
-            return PostNormBlock(cfg, linear=linear, deterministic=deterministic)
+            return PostNormBlock(cfg, linear=linear, deterministic=deterministic, context=context)
 
 
 class _DifferentiableZeros(torch.autograd.Function):
@@ -193,10 +213,13 @@ class Transformer(nn.Module):
         linear: LinearFactory,
         own_kernels: bool = False,
         deterministic: bool = False,
+        context: ContextSplit | None = None,
     ) -> None:
-        """deterministic: attention on a GPU gives the same bits every time (`harness.model.attention_layer`)."""
+        """deterministic: attention on a GPU gives the same bits every time (`harness.model.attention_layer`). context:
+        this rank's part of each sequence; None: all of it."""
         super().__init__()
         self.cfg = cfg
+        self.context = context
         self.sequence_length = sequence_length
         self.deterministic = deterministic
         self.loss_options = LossOptions(
@@ -209,11 +232,11 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(cfg.vocab_size, cfg.dim)
         self.embedding_norm = build_norm(cfg) if cfg.embedding_norm else nn.Identity()
         self.blocks = nn.ModuleList(
-            build_block(cfg, linear=linear, deterministic=deterministic) for _ in range(cfg.num_layers)
+            build_block(cfg, linear=linear, deterministic=deterministic, context=context) for _ in range(cfg.num_layers)
         )
         self.norm = build_norm(cfg)
         self.head = None if cfg.tied_head else nn.Linear(cfg.dim, cfg.vocab_size, bias=False)
-        table_shape = (sequence_length, cfg.head_dim // 2)
+        table_shape = (sequence_length // (1 if context is None else context.size), cfg.head_dim // 2)
         self.register_buffer("cos", torch.empty(table_shape, dtype=torch.float32), persistent=False)
         self.register_buffer("sin", torch.empty(table_shape, dtype=torch.float32), persistent=False)
         self.init_buffers()
@@ -222,13 +245,12 @@ class Transformer(nn.Module):
 
     def init_buffers(self) -> None:
         """Fill the rotary tables; call it again after `to_empty`, which leaves them uninitialized."""
-        cos, sin = rotary_tables(self.cfg, self.sequence_length)
-        self.cos.copy_(cos)
-        self.sin.copy_(sin)
+        for table, values in zip((self.cos, self.sin), rotary_tables(self.cfg, self.sequence_length), strict=True):
+            table.copy_(values if self.context is None else self.context.take(values, 0))
 
     def mask_documents(self, documents: Tensor | None) -> AttentionMask:
         """The mask that keeps the documents [B, S] of a sequence apart; None if documents attend to each other."""
-        return None if documents is None else mask_documents(self.cfg, documents)
+        return None if documents is None else mask_documents(self.cfg, documents, self.context)
 
     def forward(
         self,
@@ -248,6 +270,11 @@ class Transformer(nn.Module):
         also return the largest attention logits.
         """
         probed = (targets != IGNORED).any(dim=1) if probe else None
+        if self.context is not None:
+            assert tokens.shape[1] == self.sequence_length, "the rotary tables hold the positions of this rank"
+            if mask is None:
+                mask = mask_context(self.cfg, tokens.shape[1], tokens.device, self.context)
+            tokens, targets = self.context.take(tokens, 1), self.context.take(targets, 1)
         hidden, square_sums, logits = self._hidden(
             tokens, mask=mask, probed=probed, digests=digests, measure_logits=measure_logits
         )
@@ -282,6 +309,7 @@ class Transformer(nn.Module):
 
     def logits(self, tokens: Tensor, mask: AttentionMask = None) -> Tensor:
         """All logits [B, S, V] in fp32, for tests and export; the model must not be sharded."""
+        assert self.context is None, "this rank would compute a part of each sequence"
         hidden, _, _ = self._hidden(tokens, mask=mask, probed=None, digests=None)
         return F.linear(hidden, self._head_weight()).float() * self.loss_options.output_multiplier
 

@@ -55,7 +55,12 @@ def build_manifest(
         "argv": [without_credentials(argument) for argument in sys.argv],
         **code(Path(harness.__file__).parent),
         "versions": versions(),
-        "hardware": hardware(device) | {"world_size": world_size, "ranks_per_gpu": cfg.launch.ranks_per_gpu},
+        "hardware": hardware(device)
+        | {
+            "world_size": world_size,
+            "ranks_per_gpu": cfg.launch.ranks_per_gpu,
+            "ranks_per_sequence": cfg.parallel.context,
+        },
         "seeds": {"run": cfg.run.seed},
         "dtype": dtypes(cfg.precision),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),

@@ -90,6 +90,8 @@ def replay(run: RunDir, cfg: Config, args: Namespace) -> Path:
         launch_cfg = replace(cfg.launch, nproc=ranks, hang_after_s=LONG_S, start_within_s=LONG_S)
         run_cfg = replace(cfg.run, dir=scratch, name="replay")
         replay_cfg = replace(replay_config(cfg), launch=launch_cfg, run=run_cfg)
+        if ranks % cfg.parallel.context:  # these ranks cannot share sequences as the run did
+            replay_cfg = replace(replay_cfg, parallel=replace(replay_cfg.parallel, context=1))
         result = Path(scratch) / report.name
         code = start.launch(replay_cfg, partial(run_replay_worker, replace(order, report=result)))
         require(code == EXIT_DONE, str(run.path), f"the replay ended with exit code {code}")

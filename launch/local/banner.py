@@ -80,6 +80,8 @@ def ranks_text(cfg: Config, *, nproc: int, num_nodes: int, is_gpu: bool) -> str:
     on_gpus = "1 GPU each" if share == 1 else f"{share} on each GPU: a rehearsal, collectives go over loopback"
     devices = on_gpus if is_gpu else "CPU"
     where = f"{ranks}, {devices}" + (f", {num_nodes} nodes" if num_nodes > 1 else "")
+    if cfg.parallel.context > 1:
+        where += f", each sequence on {cfg.parallel.context}"
     if cfg.parallel.replicate > 1:
         return f"{where}, {cfg.parallel.replicate} replicas sharded over {world_size // cfg.parallel.replicate}"
     return where + (f", sharded over {world_size}" if world_size > 1 else "")

@@ -94,7 +94,7 @@ def check_collectives(
         from harness.distributed.collectives import all_reduce_sum, gather_results
         from harness.distributed.world import connect, disconnect
 
-    world = connect(replace(cfg, replicate=1, timeout_s=within_s))
+    world = connect(replace(cfg, replicate=1, context=1, timeout_s=within_s))
     try:
         duration_s = {}
         for device in dict.fromkeys((torch.device("cpu"), world.device)):

@@ -30,7 +30,7 @@ def batches_of(*overrides: str, rank: int = 0, world_size: int = 2) -> Batches:
 def corrupted(fault: Fault, *overrides: str, rank: int = 0, seed: int = 0) -> Batches:
     """The batches of one of two ranks with the fault installed; the run has only what the fault needs."""
     batches = batches_of(*overrides, rank=rank)
-    parts = SimpleNamespace(batches=batches, world=SimpleNamespace(rank=rank, size=2))
+    parts = SimpleNamespace(batches=batches, world=SimpleNamespace(rank=rank, size=2, context=1))
     run = cast(Any, SimpleNamespace(parts=parts))
     TamperedCorpus(Site(run=run, fault=fault, number=0, seed=seed, struck=frozenset()))
     return batches

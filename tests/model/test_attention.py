@@ -20,6 +20,7 @@ import harness.model.attention_layer
 import harness.precision.te_attention
 from harness.config.model import ModelConfig
 from harness.config.parallel import ActivationCheckpointing
+from harness.distributed.context import ContextSplit
 from harness.distributed.fsdp import wrap
 from harness.model.attention_layer import (
     Attention,
@@ -33,6 +34,8 @@ from harness.model.attention_mask import (
     BlockSparseMask,
     build_block_mask,
     causal_block_mask,
+    context_causal_mask,
+    context_document_mask,
     document_mask,
 )
 from harness.model.flex_limits import MASK_BLOCK
@@ -74,7 +77,7 @@ def lists_of(mask: BlockMask) -> list[BlockLists]:
 
 
 def assert_same_lists(own: BlockSparseMask, expected: BlockMask) -> None:
-    for name, theirs in zip(own._fields[1:], lists_of(expected), strict=True):
+    for name, theirs in zip(own._fields[1:5], lists_of(expected), strict=True):
         lists = getattr(own, name)
         for field, tensor in zip(lists._fields, lists, strict=True):
             assert tensor.dtype is torch.int32
@@ -107,11 +110,56 @@ def test_causal_block_mask_equals_the_one_of_torch() -> None:
     assert mask.dense() is None
 
 
+@pytest.mark.parametrize("context", [2, 3])
+@pytest.mark.parametrize("mean_length", [40.0, 600.0, None])
+def test_block_masks_of_a_context_group_equal_those_of_torch(context: int, mean_length: float | None) -> None:
+    length = 4 * context * MASK_BLOCK
+    documents = None if mean_length is None else random_documents(2, length, mean_length=mean_length)
+    for rank in range(context):
+        split = ContextSplit(context, rank)
+        positions = split.positions(length, torch.device("cpu"))
+
+        def is_visible(row: Tensor, _head: Tensor, query: Tensor, key: Tensor, positions: Tensor = positions) -> Tensor:
+            is_earlier = positions[query] >= key
+            return (
+                is_earlier
+                if documents is None
+                else is_earlier & (documents[row, positions[query]] == documents[row, key])
+            )
+
+        if documents is None:
+            mask, dense = (
+                causal_block_mask(length, torch.device("cpu"), split),
+                context_causal_mask(length, torch.device("cpu"), split),
+            )
+        else:
+            mask, dense = build_block_mask(documents, split), context_document_mask(documents, split)
+        num_rows = None if documents is None else 2
+        assert_same_lists(mask, create_block_mask(is_visible, num_rows, None, length // context, length, device="cpu"))
+        own = mask.dense()
+        assert own is not None
+        assert torch.equal(own, dense)
+        whole = torch.ones(length, length, dtype=torch.bool).tril()
+        if documents is not None:
+            whole = whole & document_mask(documents)
+        assert torch.equal(dense, split.take(whole, whole.dim() - 2)), "the rows of this rank's queries"
+
+
+@pytest.mark.parametrize("context", [1, 2, 4])
+def test_the_ranks_of_a_context_group_compute_equally_many_scores(context: int) -> None:
+    length = 8 * context
+    counts = {
+        int(context_causal_mask(length, torch.device("cpu"), ContextSplit(context, rank)).sum())
+        for rank in range(context)
+    }
+    assert counts == {length * (length + 1) // 2 // context}
+
+
 def test_numbers_of_documents_may_repeat_in_other_documents() -> None:
     """Only neighbours are compared: any numbering of contiguous documents will do, as long as neighbours differ."""
     rising = random_documents(3, 5 * MASK_BLOCK, mean_length=200.0)
     falling = rising.amax(dim=1, keepdim=True) - rising
-    for own, other in zip(build_block_mask(rising)[1:], build_block_mask(falling)[1:], strict=True):
+    for own, other in zip(build_block_mask(rising)[1:5], build_block_mask(falling)[1:5], strict=True):
         assert all(torch.equal(*pair) for pair in zip(own, other, strict=True))
 
 
@@ -144,6 +192,33 @@ def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     harness.model.attention_layer._compiled_attend_blocks.cache_clear()
     torch._dynamo.reset()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("has_documents", [True, False])
+@pytest.mark.usefixtures("flex_on_cpu")
+def test_flex_attention_of_parts_of_the_queries_equals_the_dense_mask(has_documents: bool) -> None:
+    """Gradients of queries are those of the whole sequence, gradients of keys and values add up over the ranks."""
+    context, length = 2, 4 * MASK_BLOCK
+    query, key, value = (numbers(2, heads, length, 16, seed=heads).requires_grad_() for heads in (4, 2, 2))
+    gradient = numbers(2, 4, length, 16)
+    documents = random_documents(2, length, mean_length=60.0) if has_documents else None
+    dense = None if documents is None else document_mask(documents)
+    expected = sdpa(query, key, value, dense, 0.3)
+    expected_gradients = torch.autograd.grad(expected, (query, key, value), gradient)
+    sums = [torch.zeros_like(key), torch.zeros_like(value)]
+    for rank in range(context):
+        split = ContextSplit(context, rank)
+        mask = causal_block_mask(length, torch.device("cpu"), split)
+        if documents is not None:
+            mask = build_block_mask(documents, split)
+        own_query = split.take(query.detach(), 2).requires_grad_()
+        attended = harness.model.attention_layer._compiled_attend_blocks()(own_query, key, value, mask, 0.3)
+        torch.testing.assert_close(attended, split.take(expected, 2), rtol=1e-4, atol=1e-5)
+        gradients = torch.autograd.grad(attended, (own_query, key, value), split.take(gradient, 2))
+        torch.testing.assert_close(gradients[0], split.take(expected_gradients[0], 2), rtol=1e-4, atol=1e-5)
+        sums = [total + part for total, part in zip(sums, gradients[1:], strict=True)]
+    torch.testing.assert_close(sums, list(expected_gradients[1:]), rtol=1e-4, atol=1e-5)
 
 
 def block_gradients(

@@ -28,6 +28,10 @@ fp8 SwiGLU product, which is freed, and with the gradient of the MLP's input bes
 compiled, they peak where the gradients of gate and up are computed: the fp8 product is freed, and nothing else is
 quantized yet. With full checkpointing, a block additionally holds everything it would have saved.
 
+With context parallelism over N ranks a rank has 1 / N of the tokens, but attention saves the keys and values of the
+whole sequence: 2 K x N for each of its tokens. With selective and full checkpointing they are gathered again in
+backward. There their gradients and the buffers of both collectives are alive at once (6 K x N). Not measured.
+
 A post-LN block saves as much as a pre-LN block: both norms save their input, and projections save the outputs of norms.
 
 `tests/analysis/plan` compares saved bytes with torch; `tests.bench.plan` compares all numbers with a GPU.
@@ -67,14 +71,26 @@ def temporary_bytes(cfg: Config, projections: Fp8Projections) -> int:
     model, compiled, kind = cfg.model, cfg.parallel.compile, cfg.parallel.activation_checkpointing
     if projections.mlp:
         again = _whole_bytes(cfg, projections) - model.dim * element_bytes(cfg)
-        return _fp8_mlp_bytes(cfg) + (again if kind is ActivationCheckpointing.full else 0)
+        in_mlp = _fp8_mlp_bytes(cfg) + (again if kind is ActivationCheckpointing.full else 0)
+        return max(in_mlp, _context_bytes(cfg))
     match kind:
         case ActivationCheckpointing.none:
             elements = model.dim + (1 if compiled else 2) * model.ffn_dim
         case ActivationCheckpointing.selective:
             elements = (1 if compiled else 3) * model.dim + 4 * model.ffn_dim
         case ActivationCheckpointing.full:
-            elements = 6 * model.dim + 2 * _kv_dim(model) + 6 * model.ffn_dim
+            elements = 6 * model.dim + 2 * _kv_dim(model) * cfg.parallel.context + 6 * model.ffn_dim
+    return max(elements * element_bytes(cfg), _context_bytes(cfg))
+
+
+def _context_bytes(cfg: Config) -> int:
+    """Temporary bytes in the backward pass of attention over several ranks, for one token; 0 on one rank."""
+    if cfg.parallel.context == 1:
+        return 0
+    is_saved = cfg.parallel.activation_checkpointing is ActivationCheckpointing.none
+    num_gathered = 4 if is_saved else 6
+    recomputed = 6 * cfg.model.dim if cfg.parallel.activation_checkpointing is ActivationCheckpointing.full else 0
+    elements = 2 * cfg.model.dim + num_gathered * _kv_dim(cfg.model) * cfg.parallel.context + recomputed
     return elements * element_bytes(cfg)
 
 
@@ -128,10 +144,10 @@ def _selective_bytes(cfg: Config, projections: Fp8Projections) -> int:
 
 
 def has_dense_mask(cfg: Config) -> bool:
-    """Whether documents are kept apart by a mask with a value for every pair of tokens."""
+    """Whether attention has a mask with a value for every pair of tokens: of documents, or of a part of the queries."""
     is_half = cfg.precision.kind is not PrecisionKind.fp32 and cfg.parallel.device is not DeviceKind.cpu
-    obstacle = flex_obstacle(cfg.model, cfg.train.sequence_length)
-    return cfg.data.document_mask and bool(obstacle or not is_half)
+    obstacle = flex_obstacle(cfg.model, cfg.train.sequence_length, context=cfg.parallel.context)
+    return (cfg.data.document_mask or cfg.parallel.context > 1) and bool(obstacle or not is_half)
 
 
 def _attention_bytes(cfg: Config, projections: Fp8Projections) -> int:
@@ -143,7 +159,7 @@ def _attention_bytes(cfg: Config, projections: Fp8Projections) -> int:
     if model.attention is AttentionKind.fp32:
         lowered = again if size < FP32_BYTES else 0
         return 4 * model.dim * FP32_BYTES + lowered + mask
-    return (2 * model.dim + 2 * _kv_dim(model)) * size + mask
+    return (2 * model.dim + 2 * _kv_dim(model) * cfg.parallel.context) * size + mask
 
 
 def _statistics_bytes(model: ModelConfig) -> int:

@@ -44,7 +44,7 @@ def sizes(cfg: Config, *, world_size: int) -> dict[Range, int]:
     length = cfg.train.sequence_length
     return {
         PARAMETERS: num_parameters(cfg.model),
-        MICRO_BATCH: sharing(cfg, world_size).micro_batch_slots * length,
+        MICRO_BATCH: sharing(cfg, world_size).micro_batch_slots * length // cfg.parallel.context,
         SEQUENCE: length,
         HEAD_DIM: cfg.model.head_dim,
     }

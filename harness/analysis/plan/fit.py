@@ -3,7 +3,8 @@
 Why: a job that cannot fit must not queue for a night first, and the user needs to know what to change.
 How: the memory of a rank is compared with `cluster.memory_gb`; if that is not set, every job is accepted. Changes are
 tried in order of their cost: reshard after forward, selective checkpointing, smaller micro-batches, full checkpointing;
-then combinations of two, then of all; then the same with more ranks. The first one that fits is suggested.
+then combinations of two, then of all; then the same with each sequence on several ranks (`parallel.context`); then all
+of these with more ranks. The first one that fits is suggested.
 Left out: host memory, which the snapshot ring checks on the machine itself.
 """
 
@@ -19,6 +20,7 @@ from harness.analysis.plan.resharding import BYTES_PER_GB, rank_memory_bytes, wi
 from harness.config.errors import ConfigError
 from harness.config.parallel import ActivationCheckpointing
 from harness.config.schema import Config, check_world, sharing
+from harness.model.flex_limits import MASK_BLOCK
 
 MOST_RANKS = 16384
 SMALLEST_GB = 0.1
@@ -59,13 +61,44 @@ def suggest_change(cfg: Config, *, allowed_bytes: float, world_size: int, can_ad
         least = min(least, then, key=_needed)
     for ranks in _more_ranks(cfg, world_size) if can_add_ranks else ():
         for overrides, changed in [("", cfg), *_changes(cfg, ranks)]:
-            if memory(changed, world_size=ranks).needed_bytes <= allowed_bytes:
+            if is_possible(changed, ranks) and memory(changed, world_size=ranks).needed_bytes <= allowed_bytes:
                 return f"{ranks:,} ranks{' and ' + overrides if overrides else ''} would fit"
     return f"no setting of parallel and train.micro_batch_size needs less than {memory_text(least.needed_bytes)}"
 
 
 def _changes(cfg: Config, world_size: int) -> Iterator[Change]:
-    """Changes for the same number of ranks: single ones before combinations, cheap ones first."""
+    """Changes for the same number of ranks: first those that leave whole sequences on each rank."""
+    if is_possible(cfg, world_size):
+        yield from _changes_of_rank(cfg, world_size)
+    for context in _wider(cfg, world_size):
+        override = f"parallel.context={context}"
+        shared = replace(cfg, parallel=replace(cfg.parallel, context=context))
+        yield override, shared
+        for overrides, changed in _changes_of_rank(shared, world_size):
+            yield f"{override} {overrides}", changed
+
+
+def _wider(cfg: Config, world_size: int) -> Iterator[int]:
+    """Doubled numbers of ranks for each sequence, as long as its chunks consist of whole blocks of a mask."""
+    context = 2 * cfg.parallel.context
+    while cfg.train.sequence_length % (2 * context * MASK_BLOCK) == 0 and context <= world_size:
+        if is_possible(replace(cfg, parallel=replace(cfg.parallel, context=context)), world_size):
+            yield context
+        context *= 2
+
+
+def is_possible(cfg: Config, world_size: int) -> bool:
+    """Whether this number of ranks can run the configuration."""
+    try:
+        check_world(cfg, world_size)
+    except ConfigError:
+        return False
+    return True
+
+
+def _changes_of_rank(cfg: Config, world_size: int) -> Iterator[Change]:
+    """Changes for the same number of ranks and the same part of a sequence on each: single ones before combinations,
+    cheap ones first."""
     kinds = list(ActivationCheckpointing)
     stronger = kinds[kinds.index(cfg.parallel.activation_checkpointing) + 1 :]
     choices = [
@@ -103,12 +136,10 @@ def _smaller(cfg: Config, world_size: int) -> list[int]:
 
 
 def _more_ranks(cfg: Config, world_size: int) -> Iterator[int]:
-    """Doubled numbers of ranks, as long as the batch can be divided among them."""
+    """Doubled numbers of ranks, as long as the batch can be divided among them, or its sequences among several."""
     ranks = 2 * world_size
     while ranks <= MOST_RANKS:
-        try:
-            check_world(cfg, ranks)
-        except ConfigError:
+        if not is_possible(cfg, ranks) and next(_wider(cfg, ranks), None) is None:
             return
         yield ranks
         ranks *= 2

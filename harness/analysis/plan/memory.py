@@ -210,7 +210,7 @@ def _sizes(cfg: Config, world_size: int) -> StepSizes:
         num_blocks=model.num_layers,
         num_shards=num_shards,
         num_micro_batches=shared.num_micro_batches,
-        tokens=shared.micro_batch_slots * cfg.train.sequence_length,
+        tokens=shared.micro_batch_slots * cfg.train.sequence_length // cfg.parallel.context,
         element=element_bytes(cfg),
         kept=_kept_on_device(cfg),
         block=block,
@@ -241,7 +241,7 @@ def offloaded_bytes(cfg: Config, *, world_size: int) -> int:
     """Activations of one rank in host memory: of all blocks but the last, for one micro-batch."""
     if not is_offloaded(cfg):
         return 0
-    tokens = sharing(cfg, world_size).micro_batch_slots * cfg.train.sequence_length
+    tokens = sharing(cfg, world_size).micro_batch_slots * cfg.train.sequence_length // cfg.parallel.context
     return tokens * sum(_kept_by_blocks(cfg)[:-1])
 
 

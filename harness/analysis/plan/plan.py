@@ -99,6 +99,8 @@ class Plan:
     """Sequences repeated so that all ranks have equally many; they do not count."""
     replicate: int
     """Replicas of the model over all ranks."""
+    context: int
+    """Ranks that share each sequence."""
     weights_bytes: int
     """Of one rank, like gradients and moments."""
     gradients_bytes: int
@@ -168,7 +170,8 @@ def plan(cfg: Config, *, world_size: int, mfu: float | None = None) -> Plan:
     weights = held.parts.weights
     replicas = num_replica_buffers(ring, num_nodes=-(-world_size // here), replicate=cfg.parallel.replicate)
     stages = _stages(cfg, world_size=world_size, mfu=mfu)
-    num_sequences = world_size * sharing(cfg, world_size).num_slots
+    shares = sharing(cfg, world_size)
+    num_sequences = shares.world_size * shares.num_slots
     return Plan(
         model=cfg.model.name,
         num_parameters=num_parameters(cfg.model),
@@ -183,6 +186,7 @@ def plan(cfg: Config, *, world_size: int, mfu: float | None = None) -> Plan:
         num_sequences=num_sequences,
         num_padding=num_sequences - cfg.train.batch_size,
         replicate=cfg.parallel.replicate,
+        context=cfg.parallel.context,
         weights_bytes=weights,
         gradients_bytes=weights,
         moments_bytes=held.parts.moments,

@@ -9,7 +9,7 @@ from typing import Any
 from harness.analysis.plan.calibration import NUM_STEPS, TOLERANCE
 from harness.analysis.plan.memory import FRAGMENTED, OUTSIDE_BYTES
 from harness.analysis.plan.plan import Fp8, Plan
-from harness.analysis.plan.traffic import LINK_EFFICIENCY, CollectiveKind
+from harness.analysis.plan.traffic import LINK_EFFICIENCY, SEQUENCES, CollectiveKind
 from harness.analysis.plan.work import RATES
 from harness.checkpoint.ring_cost import RollbackCost
 from harness.config.optim import MomentDtype, OptimizerKind
@@ -50,6 +50,9 @@ COLUMNS = ("ranks", "memory", "fits", "sent", "inter-node", "compute", "waiting"
 def render(plan: Plan) -> str:
     """The plan of one run."""
     ranks, replicas = _count(plan.num_ranks, "rank", "ranks"), _count(plan.replicate, "replica", "replicas")
+    replicas += " of the model"
+    if plan.context > 1:
+        replicas += f", each sequence on {plan.context} ranks"
     sections = {
         f"model {plan.model}": {
             "parameters": f"{plan.num_parameters:,}",
@@ -58,7 +61,7 @@ def render(plan: Plan) -> str:
             **_padding(plan),
             **_stages(plan),
         },
-        f"memory per device ({ranks}, {replicas} of the model), peak {MOMENTS[plan.memory.moment]}": _memory(plan),
+        f"memory per device ({ranks}, {replicas}), peak {MOMENTS[plan.memory.moment]}": _memory(plan),
         "activations in host memory": _offload(plan),
         "data sent per rank and step": _traffic(plan),
         "compute per device and step": _compute(plan),
@@ -152,13 +155,16 @@ def _traffic(plan: Plan) -> dict[str, str]:
     if not plan.traffic.calls:
         return {}
     rows = {}
-    for kind in CollectiveKind:
-        calls = [call for call in plan.traffic.calls if call.kind is kind]
-        if calls:
-            sent = sum(call.num_calls * call.sent_bytes for call in calls)
-            group, num_calls = calls[0].group, sum(call.num_calls for call in calls)
-            where = f"{group.num_ranks:,} ranks on {_count(group.num_nodes, 'machine', 'machines')}"
-            rows[kind.replace("_", "-")] = f"{_gb(sent):>7} GB  {num_calls:,} calls among {where}"
+    by_name = {
+        kind.replace("_", "-"): [call for call in plan.traffic.calls if call.kind is kind] for kind in CollectiveKind
+    }
+    for name, of_kind in by_name.items():
+        for is_shared, row in ((False, name), (True, "keys, values" if name == "all-gather" else "their gradients")):
+            if calls := [call for call in of_kind if (call.of == SEQUENCES) is is_shared]:
+                sent = sum(call.num_calls * call.sent_bytes for call in calls)
+                group, num_calls = calls[0].group, sum(call.num_calls for call in calls)
+                where = f"{group.num_ranks:,} ranks on {_count(group.num_nodes, 'machine', 'machines')}"
+                rows[row] = f"{_gb(sent):>7} GB  {num_calls:,} calls among {where}"
     rows["inter-node"] = f"{_gb(plan.traffic.sent_far_bytes):>7} GB  part of it, through the network port of one device"
     return rows
 

@@ -7,6 +7,7 @@ the gradients of the previous one. The longer of the two determines the time. Ex
 gathers, those of the last block if blocks are gathered again, and the reductions of the first block and of embedding
 and head. Gathers and reduce-scatters share the links; the all-reduce between replicas, only in the last micro-batch,
 has its own links if shards stay on one machine. Muon exchanges one batch of matrices while it orthogonalizes another.
+Attention waits for the keys and values of the other ranks of a context group.
 If the batch does not divide evenly, all ranks take as long as the
 largest share: the others compute padding.
 Left out: slow or failing machines, evaluation, saves.
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from typing import final
 
 from harness.analysis.plan.resharding import will_reshard
-from harness.analysis.plan.traffic import Collective, CollectiveKind, collectives, seconds
+from harness.analysis.plan.traffic import SEQUENCES, Collective, CollectiveKind, collectives, seconds
 from harness.analysis.plan.work import Work, work
 from harness.config.parallel import ClusterConfig
 from harness.config.schema import Config, sharing
@@ -54,7 +55,8 @@ def step_time(cfg: Config, *, world_size: int, mfu: float | None = None) -> Step
     tokens = cfg.train.batch_size * cfg.train.sequence_length
     flops = tokens * flops_per_token(cfg.model, cfg.train.sequence_length)
     peak = world_size * cfg.cluster.peak_tflops * 1e12
-    computed_flops = flops * world_size * sharing(cfg, world_size).num_slots / cfg.train.batch_size
+    shares = sharing(cfg, world_size)
+    computed_flops = flops * shares.world_size * shares.num_slots / cfg.train.batch_size
     if mfu is not None:
         kernels = kernels.scaled(computed_flops / (peak * mfu))
     calls = collectives(cfg, world_size=world_size)
@@ -97,8 +99,12 @@ def _waiting_s(cfg: Config, calls: list[Collective], *, kernels: Work, world_siz
 
     gathers = root[CollectiveKind.all_gather] + root[CollectiveKind.reduce_scatter]
     last = pass_s(with_replicas, gathers + replicas + root[CollectiveKind.all_reduce])
+    sequences_s = sum(call.num_calls * (seconds(call, cfg.cluster) or 0.0) for call in calls if call.of == SEQUENCES)
     return (
-        (num_micro_batches - 1) * pass_s(regather + scatter, gathers) + last + _exchange_waiting_s(cfg, calls, kernels)
+        (num_micro_batches - 1) * pass_s(regather + scatter, gathers)
+        + last
+        + _exchange_waiting_s(cfg, calls, kernels)
+        + sequences_s
     )
 
 

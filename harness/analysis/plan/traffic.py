@@ -4,10 +4,12 @@ Why: on many machines the links limit the step time, and a wrong mesh is cheaper
 How: each collective is listed with its number of calls, size and group. Blocks are all-gathered once per micro-batch,
 twice if they are resharded after forward. Gradients are reduce-scattered in fp32 at every micro-batch. Replicas
 all-reduce their shards once per step. Muon sends the rows of each batch of matrices to their owners and back, in bf16,
-directly from rank to rank; replicas take turns and broadcast the result. Neighbouring ranks share a machine, and the
-shards of one replica are neighbours, so replicas are spread over machines first. Volumes and times are those of a ring,
-as in NCCL's cost model: each rank sends (n - 1) / n of an all-gather, and twice that of an all-reduce. A ring over
-several machines uses the ports of all its devices. Latency grows with the number of ranks.
+directly from rank to rank; replicas take turns and broadcast the result. The ranks that share a sequence gather keys
+and values in every layer and micro-batch, once more with checkpointing, and reduce-scatter their gradients.
+Neighbouring ranks share a machine, and the shards of one replica are neighbours, so replicas are spread over machines
+first. Volumes and times are those of a ring, as in NCCL's cost model: each rank sends (n - 1) / n of an all-gather, and
+twice that of an all-reduce. A ring over several machines uses the ports of all its devices. Latency grows with the
+number of ranks.
 Left out: the small all-reduce of signals; other jobs on the same network; trees and in-network reduction.
 """
 
@@ -21,7 +23,7 @@ from harness.analysis.plan.activations import FP32_BYTES, element_bytes
 from harness.analysis.plan.memory import padded_size
 from harness.analysis.plan.orthogonalization import direction_bytes, matrix_batches
 from harness.analysis.plan.resharding import BYTES_PER_GB, will_reshard
-from harness.config.parallel import ClusterConfig
+from harness.config.parallel import ActivationCheckpointing, ClusterConfig
 from harness.config.schema import Config, sharing
 from harness.model.size import block_shapes, root_shapes
 
@@ -30,6 +32,10 @@ LINK_EFFICIENCY = 0.8
 START_S, NEAR_HOP_S, FAR_HOP_S = 8.4e-6, 3.4e-6, 14.0e-6
 """NCCL's figures for a ring (src/graph/tuning.cc, protocol Simple): base latency, and latency of each hop within a
 machine and between machines."""
+
+
+SEQUENCES = "sequences"
+"""What context parallelism exchanges: the keys and values of a layer."""
 
 
 class CollectiveKind(StrEnum):
@@ -58,7 +64,7 @@ class Collective:
 
     kind: CollectiveKind
     of: str
-    """block, root or matrices."""
+    """block, root, matrices or sequences."""
     num_calls: int
     """Calls in a step."""
     num_bytes: int
@@ -130,7 +136,29 @@ def collectives(cfg: Config, *, world_size: int) -> list[Collective]:
             (CollectiveKind.broadcast, len(batches), replicas),
         ):
             listed.append(Collective(kind=kind, of="matrices", num_calls=num_calls, num_bytes=mean_bytes, group=group))
-    return [collective for collective in listed if collective.group.num_ranks > 1]
+    return [
+        collective
+        for collective in [*listed, *_sequence_collectives(cfg, world_size)]
+        if collective.group.num_ranks > 1
+    ]
+
+
+def _sequence_collectives(cfg: Config, world_size: int) -> list[Collective]:
+    """Of the keys and values of the sequences that several ranks share."""
+    context, model, shares = cfg.parallel.context, cfg.model, sharing(cfg, world_size)
+    near = min(context, num_per_node(cfg, world_size))
+    group = RankGroup(num_ranks=context, num_nodes=-(-context // near), per_node=near)
+    tokens = shares.micro_batch_slots * cfg.train.sequence_length
+    num_bytes = 2 * tokens * model.num_kv_heads * model.head_dim * element_bytes(cfg)
+    num_passes = model.num_layers * shares.num_micro_batches
+    again = 1 if cfg.parallel.activation_checkpointing is ActivationCheckpointing.none else 2
+    return [
+        Collective(kind=kind, of=SEQUENCES, num_calls=num_calls, num_bytes=num_bytes, group=group)
+        for kind, num_calls in (
+            (CollectiveKind.all_gather, again * num_passes),
+            (CollectiveKind.reduce_scatter, num_passes),
+        )
+    ]
 
 
 def seconds(collective: Collective, cluster: ClusterConfig) -> float | None:

@@ -134,7 +134,8 @@ def work(cfg: Config, *, world_size: int, rates: KernelRates = RATES) -> Work | 
     if cfg.cluster.peak_tflops is None:
         return None
     shares = sharing(cfg, world_size)
-    count, tokens = shares.num_micro_batches, shares.micro_batch_slots * cfg.train.sequence_length
+    count = shares.num_micro_batches
+    tokens = shares.micro_batch_slots * cfg.train.sequence_length // cfg.parallel.context
     peak, bandwidth = cfg.cluster.peak_tflops * 1e12, rates.bandwidth * memory_bytes_per_s(cfg.cluster)
     slow = FP32_SPEEDUP if cfg.precision.kind is PrecisionKind.fp32 else 1.0
     fp8_rate = rates.fp8_gemm * FP8_SPEEDUP * peak
@@ -218,7 +219,8 @@ def _attention_s(cfg: Config, tokens: int, peak: float, rates: KernelRates) -> f
     num_matmuls = 9 if cfg.parallel.activation_checkpointing is ActivationCheckpointing.full else 7
     if has_dense_mask(cfg):
         return num_matmuls * 2 * tokens * model.dim * length / (rates.masked_attention * peak)
-    rate = rates.block_sparse_attention if cfg.data.document_mask else rates.attention
+    is_sparse = cfg.data.document_mask or cfg.parallel.context > 1
+    rate = rates.block_sparse_attention if is_sparse else rates.attention
     flops = num_matmuls * tokens * model.dim * (length + rates.attention_overhead_tokens)
     softmax = (1 + rates.softmax_head_dim / model.head_dim) / (1 + rates.softmax_head_dim / 128)
     return flops * softmax / (rate * peak)

@@ -66,6 +66,12 @@ class RunFacts:
     def precision(self) -> str:
         return str(self.settings.get("precision.kind", "not known"))
 
+    @property
+    def num_shares(self) -> int:
+        """Into how many shares each batch was divided: the ranks of a context group have the same rows."""
+        context = self.settings.get("parallel.context")
+        return self.world_size // context if isinstance(context, int) and context > 0 else self.world_size
+
 
 @final
 @dataclass(slots=True, kw_only=True)

@@ -47,7 +47,7 @@ def flag_tokens(batch: GuiltyBatch, evidence: Evidence, before: Sequence[StepRec
     share = _clustered_share(token for tokens in usual for token in tokens)
     highest = sorted(max((_surprise(token, share) for token in tokens), default=0.0) for tokens in usual)
     bound = max(LEAST_SURPRISE, highest[int(USUAL_QUANTILE * (len(highest) - 1))] if highest else 0.0)
-    scale = evidence.run.world_size if batch.is_whole else 1
+    scale = evidence.run.num_shares if batch.is_whole else 1
     surprises = [(_surprise(token, share * scale), token) for token in batch.rarest]
     flagged = [(surprise, token) for surprise, token in surprises if surprise > bound]
     return [token for _, token in sorted(flagged, key=lambda pair: -pair[0])]

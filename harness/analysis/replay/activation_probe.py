@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from harness.analysis.replay.measured_step import EMBEDDING, ActivationRange, TokenLoss
 from harness.distributed.collectives import gather_results
+from harness.distributed.context import ContextSplit
 from harness.model.loss import IGNORED
 from harness.model.transformer import Output, Transformer
 
@@ -23,6 +24,8 @@ NUM_WORST_TOKENS = 16
 class StepMeasurements:
     """Sums of one rank."""
 
+    context: ContextSplit | None = None
+    """This rank's part of each sequence; None: all of it."""
     squares: dict[str, float] = field(default_factory=dict)
     """Point -> sum of squares."""
     counts: dict[str, int] = field(default_factory=dict)
@@ -35,8 +38,8 @@ class StepMeasurements:
 
     def begin(self, targets: Tensor) -> None:
         """A micro-batch enters the model; rows without any target are padding."""
-        self._targets = targets
         self._is_own = (targets != IGNORED).any(dim=1)
+        self._targets = targets if self.context is None else self.context.take(targets, 1)
 
     def add_activations(self, point: str, values: Tensor) -> None:
         assert self._is_own is not None
@@ -51,11 +54,15 @@ class StepMeasurements:
         assert self._targets is not None
         assert self._is_own is not None
         own, targets = losses.detach()[self._is_own], self._targets[self._is_own]
+        length = targets.shape[1] * (1 if self.context is None else self.context.size)
+        places = list(range(length))
+        if self.context is not None:
+            places = self.context.positions(length, torch.device("cpu")).tolist()
         ranked = own.nan_to_num(nan=torch.inf).flatten()
         for place in ranked.topk(min(NUM_WORST_TOKENS, ranked.numel())).indices.tolist():
-            row, position = divmod(place, own.shape[1])
-            token, loss = int(targets[row, position]), float(own[row, position])
-            self.tokens.append(TokenLoss(row=self.num_rows + row, position=position, token=token, loss=loss))
+            row, column = divmod(place, own.shape[1])
+            token, loss = int(targets[row, column]), float(own[row, column])
+            self.tokens.append(TokenLoss(row=self.num_rows + row, position=places[column], token=token, loss=loss))
         self.num_rows += len(own)
 
 
@@ -63,7 +70,7 @@ class StepMeasurements:
 def measure_activations(model: nn.Module) -> Iterator[StepMeasurements]:
     """Measure every forward pass of the model while the context is open."""
     assert isinstance(model, Transformer)
-    sums = StepMeasurements()
+    sums = StepMeasurements(context=model.context)
 
     def at(point: str) -> Any:
         return lambda _module, _inputs, output: sums.add_activations(
@@ -112,7 +119,8 @@ def reduce_measurements(own: StepMeasurements) -> tuple[list[ActivationRange], l
             TokenLoss(row=offset + found.row, position=found.position, token=found.token, loss=found.loss)
             for found in rank.tokens
         ]
-        offset += rank.num_rows
+        if rank.context is None or rank.context.rank == rank.context.size - 1:  # the ranks before have the same rows
+            offset += rank.num_rows
     tokens.sort(key=lambda found: -found.loss if found.loss == found.loss else -torch.inf)
     return activations, tokens[:NUM_WORST_TOKENS]
 

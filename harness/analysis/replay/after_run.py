@@ -75,10 +75,10 @@ def replay_on_cpu(run: RunDir, incident: int, report: Path, *, within_s: float) 
     check_cost(cfg, planned, within_s=within_s, memory_bytes=free_bytes())
     from harness.analysis.replay.rerun import replay_config, run_replay_worker
 
-    share = math.ceil(cfg.train.batch_size / log.world_size(iteration))
+    share = math.ceil(cfg.train.batch_size / (log.world_size(iteration) // cfg.parallel.context))
     on_cpu = replace(
         replay_config(cfg),
-        parallel=replace(cfg.parallel, device=DeviceKind.cpu, replicate=1, compile=False),
+        parallel=replace(cfg.parallel, device=DeviceKind.cpu, replicate=1, context=1, compile=False),
         train=replace(cfg.train, micro_batch_size=cfg.train.micro_batch_size or share),
     )
     is_exact = planned.exactly and cfg.parallel.device is DeviceKind.cpu

@@ -61,7 +61,9 @@ def plan_replay(run: RunDir, cfg: Config, log: History, iteration: int, *, ranks
         older=history.older_checkpoint(log, iteration, good, path.checkpoint),
         exactly=ranks == world_size and can_reproduce(run, cfg),
         with_samples=False,
-        tamper=partial(repeat_data_fault, run.path.resolve(), world_size) if run.drill.exists() else None,
+        tamper=partial(repeat_data_fault, run.path.resolve(), world_size, cfg.parallel.context)
+        if run.drill.exists()
+        else None,
     )
 
 
@@ -73,8 +75,8 @@ def can_reproduce(run: RunDir, cfg: Config) -> bool:
     return not cfg.parallel.compile and manifest.get("hardware", {}).get("device", "cpu") == "cpu"
 
 
-def repeat_data_fault(run: Path, world_size: int, parts: Parts) -> None:
+def repeat_data_fault(run: Path, world_size: int, context: int, parts: Parts) -> None:
     """In a drill, inject the same bad data again."""
     from harness.faults.bad_batches import corrupt_planned_batches
 
-    corrupt_planned_batches(RunDir(run), parts.batches, world_size)
+    corrupt_planned_batches(RunDir(run), parts.batches, world_size, context=context)

@@ -71,6 +71,8 @@ class SignalLayout:
     sources: tuple[str, ...]
     """Data sources with separate losses."""
     num_ranks: int = 1
+    context: int = 1
+    """Number of neighbouring ranks that share their sequences."""
     has_fp8: bool = False
     """Whether the run uses fp8; adds the parts that measure underflow and saturation."""
 

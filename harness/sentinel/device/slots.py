@@ -66,18 +66,25 @@ class RankFacts:
 
 
 def summarize_slots(
-    table: Numbers, *, divisor: float, replicate: int, stride: int = 1, recomputed: int | None = None
+    table: Numbers,
+    *,
+    divisor: float,
+    replicate: int,
+    stride: int = 1,
+    recomputed: int | None = None,
+    context: int = 1,
 ) -> RankFacts:
     """Summarize a table of `SLOTS` x ranks. Stored gradients divided by `divisor` are the true ones.
 
     `stride`: distance from a rank to the rank whose row it also read. `recomputed`: distance to the rank whose rows it
-    also computed; None: nothing was computed twice.
+    also computed; None: nothing was computed twice. `context`: number of neighbouring ranks that share their sequences;
+    they read the same rows, which count once.
     """
     slots = dict(zip(SLOTS, table, strict=True))
     loss, grad_square = slots["loss"], slots["grad_square"]
     is_bad = ~(np.isfinite(loss) & np.isfinite(grad_square))
     nonfinite = [int(rank) for rank in np.flatnonzero(is_bad)[:MAX_NAMED]]
-    total = sum_fingerprints(*(slots[name] for name in LIMBS))
+    total = sum_fingerprints(*(slots[name][::context] for name in LIMBS))
     corruption = slots["corruption"]
     is_corrupted = recomputed is not None and bool(corruption.any())
     weights = slots["weights_low"].astype(np.int64) + (slots["weights_high"].astype(np.int64) << 16)
@@ -95,7 +102,7 @@ def summarize_slots(
     with np.errstate(invalid="ignore", divide="ignore"):
         grad_norm = np.sqrt(grad_square) / divisor
     measured = {
-        "loss": loss,
+        "loss": average_groups(loss, context),
         "grad_norm": grad_norm,
         "step_time_s": slots["busy_s"],
         "device_time_s": slots["device_s"],
@@ -103,7 +110,8 @@ def summarize_slots(
     spreads = {name: rank_spread(values) for name, values in measured.items() if values.any()}
     differing = {
         "plan": find_mismatched(slots["plan"], replicate=len(loss)),
-        "rows": find_misread(slots["own_row"], slots["other_row"], stride=stride),
+        "rows": find_misread(slots["own_row"], slots["other_row"], stride=stride)
+        or find_other_rows([slots[name] for name in LIMBS], context=context),
     }
     return replace(
         facts,
@@ -138,6 +146,34 @@ def find_misread(own_row: Numbers, other_row: Numbers, *, stride: int) -> list[i
     is_read = np.roll(is_reader, stride)
     wrong = is_reader & is_read
     return [int(rank) for rank in np.flatnonzero(wrong if wrong.any() else is_reader | is_read)[:MAX_NAMED]]
+
+
+def find_other_rows(limbs: list[Numbers], *, context: int) -> list[int]:
+    """Ranks whose rows differ from those of the other ranks of their context group, by the majority of the group."""
+    if context == 1:
+        return []
+    ranks: set[int] = set()
+    for limb in limbs:
+        by_member = limb.reshape(-1, context).T
+        num_groups = by_member.shape[1]
+        found = find_mismatched(by_member.reshape(-1), replicate=context)
+        ranks |= {number % num_groups * context + number // num_groups for number in found}
+    return sorted(ranks)[:MAX_NAMED]
+
+
+def average_groups(loss: Numbers, context: int) -> Numbers:
+    """The mean loss of each context group, on each of its ranks; a NaN stays with its rank.
+
+    Its ranks compute different positions. Early tokens of a sequence have a higher loss, so single ranks differ in
+    every healthy run.
+    """
+    if context == 1:
+        return loss
+    groups = loss.reshape(-1, context)
+    is_finite = np.isfinite(groups)
+    counts = is_finite.sum(axis=1, keepdims=True).clip(min=1)
+    means = np.where(is_finite, groups, 0).sum(axis=1, keepdims=True) / counts
+    return np.where(is_finite, means, groups).reshape(-1)
 
 
 def find_corrupted(corruption: Numbers, *, distance: int) -> list[int]:

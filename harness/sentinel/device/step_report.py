@@ -100,7 +100,12 @@ def unpack_report(
     tokens = scalars["tokens"] or math.nan
     table = layout.slots(report[: layout.size]).numpy()  # sync: none, likewise
     rank_facts = summarize_slots(
-        table, divisor=divisor, replicate=replicate, stride=facts.stride, recomputed=facts.recomputed
+        table,
+        divisor=divisor,
+        replicate=replicate,
+        stride=facts.stride,
+        recomputed=facts.recomputed,
+        context=layout.context,
     )
     stage = rank_facts.corrupted_stage
     corrupted, corrupted_groups = ("", []) if stage is None else layout.describe_stage(stage)

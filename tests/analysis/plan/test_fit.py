@@ -86,6 +86,17 @@ def test_more_ranks_if_no_change_helps() -> None:
 
 
 def test_job_that_no_change_makes_fit() -> None:
-    line = refusal(config("model=70b"), world_size=8)
+    line = refusal(config("model=70b", "train.sequence_length=4000"), world_size=8)
     assert line.endswith(" GB"), line
     assert "no setting of parallel and train.micro_batch_size needs less than" in line
+
+
+def test_a_sequence_that_does_not_fit_is_shared_by_several_ranks() -> None:
+    overrides = ("train.sequence_length=524288", "train.batch_size=8", "train.micro_batch_size=1")
+    job = on(80.0, config(*overrides, "parallel.activation_checkpointing=full"))
+    line = refusal(job, world_size=8)
+    assert "parallel.context=" in line
+    assert (
+        refusal(on(80.0, config(*overrides, *suggested(line), "parallel.activation_checkpointing=full")), world_size=8)
+        == ""
+    )

@@ -151,3 +151,11 @@ def test_a_directory_that_is_not_a_drill_is_not_overwritten(tmp_path: Path, caps
     (tmp_path / "campaign-3" / "kept").write_text("mine")
     assert drill.main(["campaign", "--seed", "3", f"run.dir={tmp_path}"]) == 2
     assert "exists and is not a campaign" in capsys.readouterr().err
+
+
+def test_a_killed_rank_that_shares_its_sequences_is_survived(tmp_path: Path) -> None:
+    shared = harness("kill_rank", "drill.fault.at=27", "--no-mlflow", *SMALL, "parallel.context=2", cwd=tmp_path)
+    assert shared.returncode == 0, shared.stdout + shared.stderr
+    card = json.loads((tmp_path / "runs/drill-kill_rank/score.json").read_text())
+    assert card["passed"]
+    assert (card["score"]["starts"], card["score"]["identical"], card["score"]["right_rank"]) == (2, True, True)

@@ -149,3 +149,24 @@ def test_if_two_ranks_disagree_once_both_are_named() -> None:
     other[1] = 9
     assert find_misread(own, other, stride=1) == [1, 2]
     assert find_misread(np.zeros(4, dtype=np.float32), np.zeros(4, dtype=np.float32), stride=1) == []
+
+
+def test_ranks_that_share_their_rows_count_once_and_are_compared() -> None:
+    limbs = [split_fingerprint(fingerprint) for fingerprint in (5, 5, 2**63 + 7, 2**63 + 7)]
+    rows = {name: [limb[place] for limb in limbs] for place, name in enumerate(LIMBS)}
+    facts = summarize_slots(table(4, **rows), divisor=1.0, replicate=1, context=2)
+    assert facts.fingerprint == f"{2**63 + 12:016x}"
+    assert facts.other_data == {}
+    assert summarize_slots(table(4, **rows), divisor=1.0, replicate=1, context=4).other_data == {"rows": [0, 1, 2, 3]}
+    alone = {**rows, LIMBS[0]: [5, 5, 5, 9], LIMBS[1]: [0] * 4, LIMBS[2]: [0] * 4}
+    assert summarize_slots(table(4, **alone), divisor=1.0, replicate=1, context=4).other_data == {"rows": [3]}
+
+
+def test_a_loss_is_compared_between_context_groups() -> None:
+    """Ranks of a group compute different positions."""
+    facts = summarize_slots(table(4, loss=[2.0, 4.0, 2.5, 3.5]), divisor=1.0, replicate=1, context=2)
+    assert facts.ranks["loss"]["median"] == 3.0
+    assert facts.ranks["loss"]["spread"] == 0.0
+    facts = summarize_slots(table(4, loss=[2.0, math.nan, 2.5, 3.5]), divisor=1.0, replicate=1, context=2)
+    assert facts.nonfinite_ranks == [1]
+    assert facts.ranks["loss"]["median"] == 3.0

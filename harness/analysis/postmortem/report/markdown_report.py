@@ -158,7 +158,7 @@ def _unusual(evidence: Evidence, measures: Measures) -> str:
             return f"{', '.join(token_texts(flagged)[:MOST_TOKENS])} (batch {batch.index})"
     if not known:
         return NOT_MEASURED
-    is_part = evidence.run.world_size > 1 and not all(batch.is_whole for batch, _ in known)
+    is_part = evidence.run.num_shares > 1 and not all(batch.is_whole for batch, _ in known)
     return f"none flagged{' in the rows of rank 0' if is_part else ''}"
 
 

@@ -79,7 +79,7 @@ def long_tail_token(evidence: Evidence, measures: Measures) -> RuleResult:
     if not known:
         return leave_unexamined(cause, "the log does not record the rarest tokens of the batches", Panel.tokens)
     if crowded is None:
-        whole = evidence.run.world_size == 1 or all(batch.is_whole for batch, _ in known)
+        whole = evidence.run.num_shares == 1 or all(batch.is_whole for batch, _ in known)
         if not whole:
             return leave_unexamined(
                 cause, "the rarest tokens are ordinary in the rows of rank 0; other rows were not read", Panel.tokens

@@ -1,0 +1,106 @@
+"""Functions that the tests of context parallelism run on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.analysis.replay.activation_probe import measure_activations, reduce_measurements
+from harness.analysis.replay.samples import measure_samples
+from harness.build import Parts
+from harness.distributed.collectives import all_reduce_sum
+from harness.distributed.context import ContextSplit, gather_keys_and_values, join_chunks, join_context, part_chunks
+from harness.distributed.context import split_of as split_of_world
+from harness.distributed.world import connect
+from harness.step import differentiate, forward_backward, loss_sums, reduce_signals
+from tests.distributed.cases import _build, full, tiny
+
+
+def _named_sums(parts: Parts, reduced: Tensor) -> dict[str, list[float]]:
+    names = ("scalars", "group_squares", "layer_squares", "source_losses", "source_tokens", "token_losses")
+    return {name: parts.signals.layout.part(reduced, name).tolist() for name in names}
+
+
+def one_step(*overrides: str) -> dict[str, Any]:
+    """What one probed step computes, before its update: the full gradients, loss and gradient norm, the reduced sums,
+    the loss of the first held-out batch, and the fingerprint limbs of each rank."""
+    cfg = tiny(*overrides)
+    parts = _build(cfg)
+    batch = parts.batches[0]
+    forward_backward(parts, batch, cfg=cfg, probe=True)
+    gradients = {name: full(p.grad).cpu().clone() for name, p in parts.update.parameters.items() if p.grad is not None}
+    signals = reduce_signals(parts, cfg=cfg, probe=False)
+    held_out = all_reduce_sum(loss_sums(parts, parts.held_out[0], cfg=cfg))
+    assert batch.facts is not None
+    return {
+        "gradients": gradients,
+        "loss": float(signals.totals.loss),
+        "grad_norm": float(signals.totals.grad_norm),
+        "sums": _named_sums(parts, signals.reduced),
+        "held_out": held_out.tolist(),
+        "fingerprint": batch.facts.fingerprint,
+    }
+
+
+def row_losses(*overrides: str) -> tuple[Tensor, Tensor]:
+    """Summed loss and number of targets of each row of this rank's first batch, summed over its context group."""
+    cfg = tiny(*overrides)
+    parts = _build(cfg)
+    (rows,) = parts.batches[0].micro_batches(None)
+    output = differentiate(parts, rows, seed=torch.ones(()), probe=False)
+    sums = torch.stack([output.row_losses, output.row_tokens])
+    if parts.world.context_group is not None:
+        torch.distributed.all_reduce(sums, group=parts.world.context_group)
+    return sums[0].clone(), sums[1].clone()
+
+
+def gathered_and_differentiated(context: int) -> dict[str, Tensor]:
+    """Keys and values that are split, gathered and differentiated; with the gradients of the whole tensors."""
+    cfg = tiny(f"parallel.context={context}")
+    world = connect(cfg.parallel)
+    waits = 0
+
+    class Counted:
+        def __enter__(self) -> None:
+            nonlocal waits
+            waits += 1
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    join_context(world, Counted)
+    split = split_of_world(world)
+    assert isinstance(split, ContextSplit)
+    key, value = torch.randn(2, 3, 16, 2, 4, generator=torch.Generator().manual_seed(0)).unbind()
+    weights = torch.randn(2, 3, 16, 2, 4, generator=torch.Generator().manual_seed(1 + world.rank))
+    own_key, own_value = (split.take(each, 1).requires_grad_() for each in (key, value))
+    gathered = gather_keys_and_values(own_key, own_value, split)
+    torch.stack(gathered).mul(weights).sum().backward()  # type: ignore[no-untyped-call]
+    total = weights.clone()
+    torch.distributed.all_reduce(total, group=world.context_group)
+    assert waits == 2, "both collectives are timed"
+    by_rank = torch.arange(2 * context * 2).view(context, 1, 1, 4)
+    assert torch.equal(part_chunks(join_chunks(by_rank), context), by_rank)
+    assert own_key.grad is not None
+    assert own_value.grad is not None
+    return {
+        "key": gathered[0].detach() - key,
+        "value": gathered[1].detach() - value,
+        "key_gradient": own_key.grad - split.take(total[0], 1),
+        "value_gradient": own_value.grad - split.take(total[1], 1),
+        "positions": split.positions(16, torch.device("cpu")),
+    }
+
+
+def replayed_samples(*overrides: str) -> tuple[list[tuple[int, float, float]], list[tuple[int, int, int, float]]]:
+    """What a replay measures: row, loss and gradient norm of each sample; row, position, token and loss of the worst
+    tokens."""
+    cfg = tiny(*overrides)
+    parts = _build(cfg)
+    samples = [(sample.row, sample.loss, sample.grad_norm) for sample in measure_samples(parts, 0)]
+    with measure_activations(parts.model) as sums:
+        forward_backward(parts, parts.batches[0], cfg=cfg, probe=False)
+    _, tokens = reduce_measurements(sums)
+    return samples, [(found.row, found.position, found.token, found.loss) for found in tokens]

@@ -1,0 +1,163 @@
+"""Context parallelism on real ranks: what a group computes together equals what one rank computes alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.core import events
+from harness.core.events import Finding, StepRecord
+from tests.distributed import cases, context_cases, test_drills
+from tests.distributed.pool import Pool
+
+
+@pytest.mark.parametrize("context", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_keys_and_values_are_gathered_in_order_and_their_gradients_summed(ranks: Pool, context: int) -> None:
+    results = ranks.run(context, context_cases.gathered_and_differentiated, context)
+    places = torch.cat([result.pop("positions") for result in results])
+    assert sorted(places.tolist()) == list(range(16)), "every token is computed once"
+    for result in results:
+        for name, difference in result.items():
+            torch.testing.assert_close(difference, torch.zeros_like(difference), atol=1e-6, rtol=0, msg=name)
+
+
+@pytest.fixture(scope="module")
+def steps_of_one_rank() -> dict[tuple[str, ...], dict[str, Any]]:
+    """By the overrides that change the numbers; filled by the tests."""
+    return {}
+
+
+DOCUMENTS = ("data.document_mask=true",)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("size", "context", "common", "others"),
+    [
+        (2, 2, (), ()),
+        (2, 2, DOCUMENTS, ()),
+        (4, 2, DOCUMENTS, ("train.micro_batch_size=1",)),
+        (4, 4, (), ("train.micro_batch_size=2",)),
+        (4, 4, DOCUMENTS, ("parallel.activation_checkpointing=full",)),
+        (4, 2, (), ("parallel.activation_checkpointing=selective", "parallel.reshard_after_forward=true")),
+        (4, 2, (), ("parallel=hsdp",)),
+        (2, 2, ("model.qk_norm=true", "model.tied_head=true", "model.attention=fp32"), ()),
+        (2, 2, ("model.norm=layer", "model.norm_placement=post"), ("parallel.activation_checkpointing=full",)),
+        (4, 2, ("train.batch_size=3",), ()),
+        (2, 2, (), ("parallel.activation_offload=true", "parallel.activation_checkpointing=full")),
+    ],
+)
+def test_a_step_equals_that_of_one_rank(
+    ranks: Pool,
+    steps_of_one_rank: dict[tuple[str, ...], dict[str, Any]],
+    size: int,
+    context: int,
+    common: tuple[str, ...],
+    others: tuple[str, ...],
+) -> None:
+    if common not in steps_of_one_rank:
+        steps_of_one_rank[common] = ranks.run(1, context_cases.one_step, *common)[0]
+    expected = steps_of_one_rank[common]
+    results = ranks.run(size, context_cases.one_step, *common, *others, f"parallel.context={context}")
+    for result in results:
+        assert result["loss"] == pytest.approx(expected["loss"], rel=2e-6)
+        assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-5)
+        assert result["held_out"] == pytest.approx(expected["held_out"], rel=2e-6)
+        for name, sums in result["sums"].items():
+            if name != "scalars":
+                assert sums == pytest.approx(expected["sums"][name], rel=1e-4), name
+        assert result["gradients"].keys() == expected["gradients"].keys()
+        for name, gradient in result["gradients"].items():
+            torch.testing.assert_close(gradient, expected["gradients"][name], rtol=2e-5, atol=1e-7, msg=name)
+    groups = [result["fingerprint"] for result in results]
+    assert groups == [groups[rank // context * context] for rank in range(size)], "a group reads the same rows"
+    assert sum(groups[::context]) % 2**64 == expected["fingerprint"]
+
+
+@pytest.mark.full
+def test_a_run_has_the_same_data_and_losses_with_any_context(ranks: Pool, tmp_path: Path) -> None:
+    common = ("train.num_steps=12", "sentinel.probe_every=4", "sentinel.sdc.every=3", "data.document_mask=true")
+    _, alone = ranks.run(1, cases.run, str(tmp_path), "run.name=alone", *common)[0]
+    shared = {
+        name: ranks.run(4, cases.run, str(tmp_path), f"run.name={name}", *common, f"parallel.context={context}")[0]
+        for name, context in (("first", 2), ("again", 2), ("four", 4))
+    }
+    for code, records in shared.values():
+        assert code == 0
+        assert [record.fingerprint for record in records] == [record.fingerprint for record in alone]
+        assert [record.tokens for record in records] == [record.tokens for record in alone]
+        assert [record.loss for record in records] == pytest.approx([record.loss for record in alone], rel=2e-5)
+        assert [record.grad_norm for record in records] == pytest.approx([each.grad_norm for each in alone], rel=1e-3)
+        for record, expected in zip(records, alone, strict=True):
+            assert record.source_losses == pytest.approx(expected.source_losses, rel=2e-5)
+            assert not record.other_data
+            assert not record.corrupted_ranks
+        assert {record.recomputed for record in records} >= {None, 0}
+    assert {record.recomputed for record in shared["first"][1]} == {None, 0, 2}, (
+        "a group computes the rows of the other"
+    )
+    first, again = ([repeated_fields(record) for record in shared[name][1]] for name in ("first", "again"))
+    assert first == again, "bit-identical"
+    found = [event for event in events.read(tmp_path / "first" / "events.jsonl") if isinstance(event, Finding)]
+    assert not found, "ranks of a group see different positions, and that is no finding"
+
+
+def repeated_fields(record: StepRecord) -> tuple[Any, ...]:
+    return record.loss, record.grad_norm, record.weight_digest, record.fingerprint, record.group_grad_norms
+
+
+@pytest.mark.full
+def test_a_run_resumes_with_another_context(ranks: Pool, tmp_path: Path) -> None:
+    common = ("optim.schedule=constant", "run.resume=changed", "checkpoint.every_steps=4")
+    for size, context, until in ((1, 1, 4), (4, 2, 8), (4, 4, 12), (2, 1, 16)):
+        overrides = (*common, f"train.num_steps={until}", f"parallel.context={context}")
+        code, records = ranks.run(size, cases.run, str(tmp_path), "run.name=moved", *overrides)[0]
+        assert code == 0
+    code, expected = ranks.run(1, cases.run, str(tmp_path), "run.name=stayed", *common, "train.num_steps=16")[0]
+    assert code == 0
+    assert [record.fingerprint for record in records] == [record.fingerprint for record in expected]
+    assert [record.loss for record in records] == pytest.approx([record.loss for record in expected], rel=5e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["bf16", "fp8_emulated"])
+def test_other_precisions_agree_to_their_rounding(ranks: Pool, precision: str) -> None:
+    """fp8 scales each tensor by its largest value, and a rank has a part of the tokens."""
+    alone = ranks.run(1, context_cases.one_step, f"precision={precision}")[0]
+    for result in ranks.run(2, context_cases.one_step, f"precision={precision}", "parallel.context=2"):
+        assert result["loss"] == pytest.approx(alone["loss"], rel=2e-3)
+        assert result["grad_norm"] == pytest.approx(alone["grad_norm"], rel=3e-2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["nan_grad", "poisoned_batch"])
+def test_a_drill_passes_with_shared_sequences(ranks: Pool, tmp_path: Path, name: str) -> None:
+    overrides = (*test_drills.cpu_overrides(name), "parallel.context=2")
+    card = test_drills.run_drill(ranks, tmp_path, name, overrides)
+    assert not test_drills.broken_bounds(card), card.score.remarks
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "overrides", [("parallel.context=2",), ("parallel.context=4",), ("parallel.context=2", "parallel=hsdp")]
+)
+def test_a_replay_measures_the_same_samples_and_tokens(ranks: Pool, overrides: tuple[str, ...]) -> None:
+    samples, tokens = ranks.run(1, context_cases.replayed_samples, *DOCUMENTS)[0]
+    for own_samples, own_tokens in ranks.run(4, context_cases.replayed_samples, *DOCUMENTS, *overrides):
+        for own, expected in zip(own_samples, samples, strict=True):
+            assert own == pytest.approx(expected, rel=1e-4)
+        assert [token[:3] for token in own_tokens] == [token[:3] for token in tokens]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_compiled_blocks_compute_the_same(ranks: Pool, checkpointing: str) -> None:
+    alone = ranks.run(1, context_cases.one_step)[0]
+    overrides = ("parallel.context=2", "parallel.compile=true", f"parallel.activation_checkpointing={checkpointing}")
+    for result in ranks.run(2, context_cases.one_step, *overrides):
+        assert result["loss"] == pytest.approx(alone["loss"], rel=2e-6)
+        for name, gradient in result["gradients"].items():
+            torch.testing.assert_close(gradient, alone["gradients"][name], rtol=1e-4, atol=1e-6, msg=name)
