@@ -8,10 +8,11 @@
 
 How: a line through the logarithms of the last probes of each layer group, by the median of the slopes between all pairs
 (Theil-Sen), so a single odd probe does not matter. Where the line meets the bound within `HORIZON_STEPS`, a finding
-names signal, group and the number of steps. It is raised only if nearly all pairs of probes rise, if the line rose by
-`LEAST_RISE` and by `RISE_SIGMAS` times the noise of the probes before, if it ends above all of these, and if the signal
-has come a part of the way to its bound (`nearness`), because an early exponential rise forecasts anything. It is raised
-again only after the signal fell to half of where it was raised.
+names signal, group and the number of steps. It is raised only if most pairs of probes rise (underflow rises in stairs,
+one tensor after another, and falls a little on each), if the line rose by `LEAST_RISE` and by `RISE_SIGMAS` times the
+noise of the probes before, if it ends above all of these, and if the signal has come a part of the way to its bound
+(`nearness`), because an early exponential rise forecasts anything. It is raised again only after the signal fell to
+half of where it was raised.
 The level of the update ratio is the median of the probes before the window. It falls in a healthy run, and rises with
 the learning rate: nothing is forecast before the warm-up has ended or after an expected change of the learning rate.
 Left out: the gradient over the root of Adam's second moment, which `v_stale` judges: it is noisy, and a lasting growth
@@ -42,7 +43,7 @@ LEAST_RISE = 1.3
 """Least factor between both ends of the line over the window."""
 RISE_SIGMAS = 6.0
 """Least rise of the logarithm over the window, in robust standard deviations of the noise."""
-RISING_PAIRS = 0.9
+RISING_PAIRS = 0.85
 """Least share of the pairs of probes whose later one is higher."""
 FALLEN = 0.5
 """Share of the value at which a finding was raised, below which the signal counts as fallen."""

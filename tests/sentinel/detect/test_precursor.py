@@ -136,6 +136,15 @@ def test_the_share_that_underflows_is_forecast() -> None:
     assert found.bound == CFG.fp8_underflow
 
 
+def test_underflow_that_rises_in_stairs_is_forecast() -> None:
+    """Recorded every 10 steps in a run with a growing outlier: one tensor of the group after another underflows."""
+    stairs = [0.0026, 0.0071, 0.0036, 0.0112, 0.0325, 0.0293, 0.0995, 0.0818, 0.2404, 0.2979]
+    (found,) = observe("fp8_underflow", lambda step: stairs[step // 10 - 20] if step >= 200 else 0.0002, last=300)
+    assert found.iteration == 260
+    assert found.forecast_steps is not None
+    assert 10 <= found.forecast_steps <= 40
+
+
 def test_one_odd_probe_raises_nothing_and_hides_nothing() -> None:
     flat, rising = growing(rate=0.0, level=30.0), growing()
     assert observe("attention_logits", lambda step: 400.0 if step == 300 else flat(step)) == []
