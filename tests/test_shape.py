@@ -92,7 +92,9 @@ TORCH_PRIVATE = "harness/distributed/torch_private/"
 """The only package that may import private names of torch: one file per API, each with a test that detects changes."""
 
 TORCH_FREE_MODULES = (
+    "harness.core.child_process",
     "harness.core.processes",
+    "harness.core.stderr_lines",
     "harness.config.schema",
     "harness.config.compose",
     "harness.core.events",
