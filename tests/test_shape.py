@@ -77,6 +77,7 @@ LIBRARY_IMPORTERS = {
         "harness/distributed/torch_private/storage_info.py",
         "harness/distributed/fsdp.py",
         "harness/checkpoint/tensor_index.py",
+        "harness/checkpoint/saver.py",
         "harness/checkpoint/store.py",
         "launch/local/agent.py",
         "launch/local/start.py",
