@@ -212,12 +212,12 @@ class PolicyState:
         self.incidents.forget_rejections()
 
     @property
-    def open_incidents(self) -> Sequence[OpenIncident]:
+    def open_incidents(self) -> list[OpenIncident]:
         """Oldest first."""
         return self.incidents.opened
 
     @property
-    def closed(self) -> Sequence[ClosedIncident]:
+    def closed(self) -> list[ClosedIncident]:
         """Incidents closed by the last record or outcome."""
         return self.incidents.closed
 
