@@ -11,12 +11,13 @@ difference within a seed is that of the moments. It is compared with the spread 
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Mapping, Sequence
 
 from harness.config.optim import MomentDtype
 from tests.bench.intervals import estimate
-from tests.bench.optimizers import Result, build_optimizer_parser, prepare_runs, summarize, train
+from tests.bench.optimizers import Result, prepare_runs, summarize, train
 
 
 def render_moments(results: Mapping[MomentDtype, Sequence[Result]]) -> str:
@@ -38,8 +39,12 @@ def render_moments(results: Mapping[MomentDtype, Sequence[Result]]) -> str:
 
 
 def main() -> None:
-    options = build_optimizer_parser("tests.bench.moments", __doc__, num_seeds=3).parse_args()
-    with prepare_runs(options) as setup:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.moments", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides of all runs")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=3)
+    options = parser.parse_args()
+    with prepare_runs(options.overrides, num_steps=options.steps, num_seeds=options.seeds) as setup:
         results: dict[MomentDtype, list[Result]] = {dtype: [] for dtype in MomentDtype}
         for seed in range(options.seeds):
             for dtype in MomentDtype:

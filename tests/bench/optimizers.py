@@ -119,34 +119,25 @@ class Setup(NamedTuple):
     directory: RunDir
 
 
-def build_optimizer_parser(module: str, doc: str | None, *, num_seeds: int) -> argparse.ArgumentParser:
-    """The options of a comparison over seeds."""
-    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=(doc or "").splitlines()[0])
-    parser.add_argument("overrides", nargs="*", help="Hydra overrides of all runs")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seeds", type=int, default=num_seeds)
-    return parser
-
-
 @contextmanager
-def prepare_runs(options: argparse.Namespace) -> Iterator[Setup]:
+def prepare_runs(overrides: Sequence[str], *, num_steps: int, num_seeds: int) -> Iterator[Setup]:
     """Write the corpus, and print what is trained."""
     on_cuda = str(torch.cuda.is_available()).lower()
     with tempfile.TemporaryDirectory() as directory, fast_attention():
         corpus = Path(directory) / "library.bin"
         size = write_corpus(corpus)
-        overrides = [
+        combined = [
             *("model=125m", "data=files", f"data.sources.main.paths=[{corpus}]", "data.sources.main.dtype=uint16"),
             *("model.vocab_size=256", "train.batch_size=16", "train.sequence_length=1024", "precision=bf16"),
-            *(f"train.num_steps={options.steps}", f"optim.warmup_steps={max(1, options.steps // 10)}"),
-            *("telemetry=plain", "checkpoint.ring.slots=0", f"parallel.compile={on_cuda}", *options.overrides),
+            *(f"train.num_steps={num_steps}", f"optim.warmup_steps={max(1, num_steps // 10)}"),
+            *("telemetry=plain", "checkpoint.ring.slots=0", f"parallel.compile={on_cuda}", *overrides),
         ]
-        cfg = load(overrides)
+        cfg = load(combined)
         tokens = cfg.train.batch_size * cfg.train.sequence_length
         print(f"model {cfg.model.name}: {num_parameters(cfg.model) / 1e6:.1f}M parameters, {size / 2**20:.0f} MiB text")
-        what = f"{cfg.precision.kind}, beta2 {cfg.optim.beta2}, {options.seeds} seeds"
-        print(f"{options.steps} steps of {tokens:,} tokens, {what}", flush=True)
-        yield Setup(cfg, overrides, RunDir(Path(directory)))
+        what = f"{cfg.precision.kind}, beta2 {cfg.optim.beta2}, {num_seeds} seeds"
+        print(f"{num_steps} steps of {tokens:,} tokens, {what}", flush=True)
+        yield Setup(cfg, combined, RunDir(Path(directory)))
 
 
 class Cells(NamedTuple):
@@ -217,10 +208,15 @@ def render(results: Sequence[Result]) -> str:
 
 
 def main() -> None:
-    parser = build_optimizer_parser("tests.bench.optimizers", __doc__, num_seeds=2)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench.optimizers", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides of all runs")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--lr", default="6e-4,2e-3", help="learning rates of both, comma-separated")
     options = parser.parse_args()
-    with prepare_runs(options) as setup:
+    with prepare_runs(options.overrides, num_steps=options.steps, num_seeds=options.seeds) as setup:
         results = []
         for seed in range(options.seeds):
             for lr in map(float, options.lr.split(",")):
