@@ -77,6 +77,7 @@ LIBRARY_IMPORTERS = {
         "harness/distributed/torch_private/storage_info.py",
         "harness/distributed/fsdp.py",
         "harness/checkpoint/tensor_index.py",
+        "harness/checkpoint/saver.py",
         "harness/checkpoint/store.py",
         "launch/local/agent.py",
         "launch/local/start.py",
@@ -92,7 +93,9 @@ TORCH_PRIVATE = "harness/distributed/torch_private/"
 """The only package that may import private names of torch: one file per API, each with a test that detects changes."""
 
 TORCH_FREE_MODULES = (
+    "harness.core.child_process",
     "harness.core.processes",
+    "harness.core.stderr_lines",
     "harness.config.schema",
     "harness.config.compose",
     "harness.core.events",

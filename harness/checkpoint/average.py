@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.checkpoint import catalog, integrity, store, tensor_index
+from harness.checkpoint import catalog, integrity, saver, store, tensor_index
 from harness.checkpoint.catalog import Checkpoint, Health
 from harness.checkpoint.integrity import Damaged, Manifest
-from harness.checkpoint.store import Written
+from harness.checkpoint.saver import Written
 from harness.checkpoint.tensor_index import IndexedTensor, TensorIndex
 from harness.config.errors import ConfigError, require
 
@@ -96,7 +96,7 @@ def average_checkpoints(checkpoints: Sequence[Checkpoint], root: Path) -> Writte
 
     root.mkdir(parents=True, exist_ok=True)
     manifest = replace(newest_of(manifests), time=time.time(), world_size=1, files={}, rollback={})
-    return store.write_computed(root / checkpoints[-1].name, layout, mean_of, manifest)
+    return saver.write_computed(root / checkpoints[-1].name, layout, mean_of, manifest)
 
 
 def newest_of(manifests: Sequence[Manifest]) -> Manifest:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
-from harness.checkpoint import catalog, integrity, store
+from harness.checkpoint import catalog, integrity, saver
 from harness.checkpoint.catalog import Checkpoint, Health
 from harness.checkpoint.integrity import Damaged, OtherVersion
 from harness.checkpoint.io_retry import IoRetry
@@ -42,7 +42,7 @@ class CheckpointManager:
         self._rank0_retry_s = min(self.retry_s, cfg.parallel.timeout_s / 2)
         """Longest retry on rank 0 while the other ranks wait in a collective: at most half of the collective
         timeout."""
-        self._plan_cache = store.SavePlanCache()
+        self._plan_cache = saver.SavePlanCache()
         self._iterations: dict[str, int] = {}
         """Directory name -> iteration of the state, for checkpoints saved or read by this process."""
         self._rollback = rollback_cost(cfg).as_dict()
@@ -278,7 +278,7 @@ class CheckpointManager:
         try:
             if not all(gather_results(lambda: slot.is_finite, self._world.background_group)):
                 return _failure_event(state, "weights or moments are not finite")
-            written = store.write(
+            written = saver.write(
                 self._root, slot.sharded, state, world=self._world, rollback=self._rollback, plan_cache=self._plan_cache
             )
         except OSError as error:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import reprlib
 import secrets
 import stat
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -31,6 +30,7 @@ from harness.control.commands import Command, Order, in_words, one_line, parse_c
 from harness.core import events
 from harness.core.events import Intervention, to_json
 from harness.core.rundir import RunDir, append_line
+from harness.core.stderr_lines import print_warning
 
 POLL_S = 0.2
 LONGEST_BYTES = 65536
@@ -140,16 +140,17 @@ class Inbox:
         try:
             append_line(self._run.interventions, to_json(event))
         except OSError as error:
-            _warn(f"cannot write {self._run.interventions}: {error.strerror}; the event log alone has the intervention")
+            message = f"cannot write {self._run.interventions}: {error.strerror}"
+            print_warning(f"{message}; the event log alone has the intervention")
         path = path_of(self._run, command.id)
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
             self._ignored.add(path.name)
-            _warn(f"{path} was applied and cannot be removed: {error.strerror}")
+            print_warning(f"{path} was applied and cannot be removed: {error.strerror}")
 
     def _rename_refused(self, path: Path, why: str) -> None:
-        _warn(f"{self._run.control}: {reprlib.repr(path.name)} was refused: {why}")
+        print_warning(f"{self._run.control}: {reprlib.repr(path.name)} was refused: {why}")
         try:
             path.rename(path.with_name(f"{path.name}.{REFUSED}"))
         except OSError:
@@ -170,7 +171,3 @@ def _read(path: Path) -> Command:
         text = file.read(LONGEST_BYTES + 1)
     require(len(text) <= LONGEST_BYTES, "", f"has more than {LONGEST_BYTES} bytes")
     return parse_command(text, id=path.stem)
-
-
-def _warn(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr, flush=True)

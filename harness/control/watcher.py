@@ -12,7 +12,6 @@ an operator has sent a command.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from harness.control.inbox import POLL_S, Inbox
 from harness.control.stop_requests import StopRequest
 from harness.core.events import Intervention
 from harness.core.rundir import RunDir
+from harness.core.stderr_lines import print_warning
 
 LOOK_EVERY_S = 1.0
 WORD_EVERY_S = 1.0
@@ -64,7 +64,7 @@ class Watcher:
             self._changed.notify_all()
         self._thread.join(timeout=CLOSE_WAIT_S)
         if self._answers:
-            _warn(
+            print_warning(
                 f"{len(self._answers)} answers to commands are not on disk; the next start applies the commands again"
             )
 
@@ -103,7 +103,7 @@ class Watcher:
             if self._changed.wait_for(lambda: self._num_written >= until, timeout=DONE_WAIT_S):
                 return
             self._gave_up_at = self._num_written
-        _warn(f"{self._run.interventions} has accepted no data for {DONE_WAIT_S:g} s; training continues")
+        print_warning(f"{self._run.interventions} has accepted no data for {DONE_WAIT_S:g} s; training continues")
 
     def look(self) -> None:
         """Poll the file system once, in the caller's thread."""
@@ -139,7 +139,3 @@ def watching(run: RunDir, stop: StopRequest, *, is_first: bool) -> Iterator[Watc
         return
     with Watcher(run, stop) as watcher:
         yield watcher
-
-
-def _warn(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr, flush=True)

@@ -2,13 +2,13 @@
 
 Why: the loop asks for `batches[cursor]` and may ask for any index again. The answer must not depend on earlier requests
 or on the number of ranks, and computing it must not delay the step.
-How: the mixture gives source and turn of each row of the global batch, the sample order of that source gives the
-sample, and `harness.core.batch_shares` gives the rows of each rank, padded if the shares are uneven. One thread
-prefetches the next `NUM_AHEAD` indices that the ledger does not exclude, with the facts about them, while the step
-runs. It only fills memory that the calling thread has allocated, so that all CUDA calls happen in one thread. A wrong
-prefetch costs time and never changes a token. There is no prefetch for a caller that jumps between indices, or that
-does nothing in between: the two threads would only compete for the GIL. A rank reads only its own rows, and in every
-`Share.compare_every`-th batch one row of another rank.
+How: `harness.data.batch_plan` gives source and sample of each row of the global batch, and `harness.core.batch_shares`
+gives the rows of each rank, padded if the shares are uneven. One thread prefetches the next `NUM_AHEAD` indices that
+the ledger does not exclude, with the facts about them, while the step runs. It only fills memory that the calling
+thread has allocated, so that all CUDA calls happen in one thread. A wrong prefetch costs time and never changes a
+token. There is no prefetch for a caller that jumps between indices, or that does nothing in between: the two threads
+would only compete for the GIL. A rank reads only its own rows, and in every `Share.compare_every`-th batch one row of
+another rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from harness.config.errors import ConfigError, StorageError, require
+from harness.config.errors import require
 from harness.core.batch_shares import Sharing
 from harness.data.batch import IGNORED, Batch
 from harness.data.batch_facts import (
@@ -38,34 +38,14 @@ from harness.data.batch_facts import (
     global_facts,
     row_digest,
 )
-from harness.data.corpus.corpus import Corpus, SampleOrigin, Tokens, digest
-from harness.data.corpus.token_windows import FilesCorpus
+from harness.data.batch_plan import BatchPlan, Ints, Source
+from harness.data.block_fetch import BlockFetcher, has_remote_files
+from harness.data.corpus.corpus import SampleOrigin, Tokens, digest
 from harness.data.order.ledger import Ledger
-from harness.data.order.mixture import BatchSize, BatchSizes, Change, Mixture, MixtureRecipe
-from harness.data.order.order import Stretch, num_unrepeated, samples_in
-from harness.data.order.stratify import OrderStage, StratifiedOrder, StratifyReport
-
-Ints = NDArray[np.int64]
+from harness.data.order.mixture import BatchSize, BatchSizes, Mixture, MixtureRecipe
+from harness.data.order.stratify import StratifiedOrder, StratifyReport
 
 NUM_AHEAD = 2
-
-NUM_PLANNED = 32
-"""Batches whose samples are looked up at once: in numpy a few hundred lookups cost little more than a few."""
-
-
-class Source(NamedTuple):
-    name: str
-    corpus: Corpus
-    samples: range
-    """Samples of the corpus that are read."""
-    seed: int
-    """Seed of their order."""
-    later: tuple[Stretch, ...] = ()
-    """Further stretches, for files added during the run."""
-
-    @property
-    def stretches(self) -> tuple[Stretch, ...]:
-        return (Stretch(0, 0, (self.samples,)), *self.later)
 
 
 class Share(NamedTuple):
@@ -110,15 +90,6 @@ class _RankRows(NamedTuple):
     """False for padding rows; None: no row is padding."""
 
 
-class _Plan(NamedTuple):
-    """Sources and samples of consecutive batches, one row each; immutable, so that threads may share it."""
-
-    mixture: Mixture
-    first: int
-    sources: Ints
-    samples: Ints
-
-
 @final
 class Batches:
     """Batches as a pure function of the batch index and the ledger; the next ones are prefetched."""
@@ -146,18 +117,16 @@ class Batches:
         self._ledger = ledger
         self._share = share
         self._document_mask = document_mask
-        self._stratified = stratified
         self._with_facts = with_facts
         self._compare_every = share.compare_every if share.world_size > 1 and with_facts else 0
         self._frequencies = _frequencies(sources) if with_facts and share.rank == 0 else None
         self._num_tokens = len(sources[0].corpus.sample(sources[0].samples.start))
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
         self._prefetched: dict[int, Future[_HostBatch]] = {}
-        self._redirected: dict[int, dict[tuple[int, int], int]] = {}
-        is_remote = any(isinstance(source.corpus, FilesCorpus) and source.corpus.is_remote for source in sources)
-        self._fetch_ahead = fetch_ahead if is_remote else 0
-        self._fetcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fetch") if self._fetch_ahead else None
-        self._fetched_until = 0
+        self._plan = BatchPlan(sources, recipe=recipe, ledger=ledger, stratified=stratified)
+        self._fetcher: BlockFetcher | None = None
+        if fetch_ahead and any(map(has_remote_files, sources)):
+            self._fetcher = BlockFetcher(self.sources, self._plan, self._own_rows, num_ahead=fetch_ahead)
         most = self._sharing(self._sizes.largest).num_slots
         self._only_source = torch.zeros(most, dtype=torch.int64, device=share.device)
         self._last = -1
@@ -167,7 +136,6 @@ class Batches:
         self._corpus_digest, self._num_digested, self._plan_digest = "", -1, 0
         self._compute_s = 0.0
         """Seconds that the last batch took to compute."""
-        self._apply_ledger()
 
     def __getitem__(self, index: int) -> Batch:
         """This rank's share of a batch; an error during its prefetch is raised here."""
@@ -175,7 +143,7 @@ class Batches:
         requested_s = time.perf_counter()
         idle_s = requested_s - self._returned_s
         in_order, self._last = index == self._ledger.next_index(self._last + 1), index
-        if len(self._ledger) != self._num_applied:
+        if not self._plan.is_current:
             self._apply_ledger()
         future = self._prefetched.pop(index, None)
         is_started = future is not None and not future.cancel()
@@ -187,7 +155,7 @@ class Batches:
         if in_order and idle_s > self._compute_s:
             self._prefetch(index)
         if self._fetcher is not None:
-            self._fetch_blocks(self._fetcher, index)
+            self._fetcher.fetch_after(index)
         self._returned_s = time.perf_counter()
         self.wait_s = self._returned_s - requested_s
         return batch
@@ -209,21 +177,17 @@ class Batches:
         """Full batches before any source starts its second epoch; larger indices are valid too."""
         return self.first_repeat()[0]
 
+    @property
+    def mixture(self) -> Mixture:
+        return self._plan.mixture
+
     def can_reweight(self, from_batch: int, weights: Mapping[str, float]) -> bool:
         """Whether every batch still has a source if the ledger sets these weights from a batch on."""
-        amendments = [Change(entry.from_batch, entry.weights) for entry in self._ledger.reweightings]
-        try:
-            self._recipe.mixture([*amendments, Change(from_batch, weights)])
-        except ConfigError:
-            return False
-        return True
+        return self._plan.can_reweight(from_batch, weights)
 
     def first_repeat(self) -> tuple[int, Source]:
         """The first batch that contains a repeated sample, and the source of that sample."""
-        ends = [
-            self.mixture.find(number, num_unrepeated(source.stretches)) for number, source in enumerate(self.sources)
-        ]
-        index, _, number = min((*end, number) for number, end in enumerate(ends) if end is not None)
+        index, number = self._plan.first_repeat()
         return index, self.sources[number]
 
     @property
@@ -237,12 +201,11 @@ class Batches:
 
     def samples(self, index: int) -> tuple[Ints, Ints]:
         """Source number and sample of its corpus, for each row of the global batch."""
-        return self._samples(index, self.mixture)
+        return self._plan.samples(index, self.mixture)
 
     def redirect(self, index: int, samples: Mapping[tuple[int, int], int]) -> None:
-        """Read other samples in one batch: `samples` maps a source and its sample to the sample that is read instead.
-        Other batches that contain the sample, in this epoch or another, do not change."""
-        self._redirected[index] = {**self._redirected.get(index, {}), **samples}
+        """Read other samples in one batch (`BatchPlan.redirect`)."""
+        self._plan.redirect(index, samples)
         self._apply_ledger()
 
     def rows(self, index: int) -> Tokens:
@@ -261,7 +224,7 @@ class Batches:
 
     def stratify_report(self) -> StratifyReport | None:
         """What the limit on rare tokens applies to; None: there is no limit."""
-        return None if self._stratified is None else self._stratified.report()
+        return self._plan.stratify_report()
 
     def fingerprint(self) -> str:
         """Equal for equal corpora under equal names, as short hexadecimal text."""
@@ -283,20 +246,11 @@ class Batches:
         self._worker.shutdown(wait=True, cancel_futures=True)
         self._prefetched.clear()
         if self._fetcher is not None:
-            self._fetcher.shutdown(wait=False, cancel_futures=True)
+            self._fetcher.close()
 
     def _apply_ledger(self) -> None:
-        """Rebuild the mixture from the ledger, and drop prefetched batches, which may have other weights."""
-        amendments = [Change(entry.from_batch, entry.weights) for entry in self._ledger.reweightings]
-        self.mixture = self._recipe.mixture(amendments)
-        if self._stratified is not None and self._stratified.num_stages != 1 + len(amendments):
-            stages = [
-                OrderStage(self._recipe.mixture(amendments[: number + 1]), amendment.from_batch)
-                for number, amendment in enumerate(amendments)
-            ]
-            self._stratified = self._stratified.amended([OrderStage(self._recipe.mixture()), *stages])
-        self._plan = self._plan_from(0, 1, self.mixture)
-        self._num_applied = len(self._ledger)
+        """Apply new entries of the ledger, and drop prefetched batches, which may have other weights."""
+        self._plan.apply_ledger()
         while self._prefetched:
             self._prefetched.popitem()[1].cancel()
 
@@ -310,31 +264,9 @@ class Batches:
             if guess not in self._prefetched:
                 self._prefetched[guess] = self._worker.submit(self._compute, guess, self.mixture, self._allocate(guess))
 
-    def _fetch_blocks(self, fetcher: ThreadPoolExecutor, index: int) -> None:
-        """Let the background thread fetch what the next batches need from an object store.
-
-        Computing a batch then finds its blocks on disk, and the step waits only if the store is slower than training.
-        """
-        if not index < self._fetched_until <= index + self._fetch_ahead + 1:
-            self._fetched_until = index + 1
-        last = index + 1 + self._fetch_ahead
-        if self._fetched_until <= last - max(1, self._fetch_ahead // 2):
-            fetcher.submit(self._fetch_range, self._fetched_until, last, self.mixture)
-            self._fetched_until = last
-
-    def _fetch_range(self, first: int, end: int, mixture: Mixture) -> None:
-        """Fetch the blocks of this rank's rows of some batches. Errors are left to the thread that reads the rows."""
-        try:
-            while first < end:
-                plan = self._plan_from(first, end - first, mixture)
-                for index, (sources, samples) in enumerate(zip(plan.sources, plan.samples, strict=True), start=first):
-                    own = self._rank_rows(index).slots
-                    for number, source in enumerate(self.sources):
-                        if isinstance(source.corpus, FilesCorpus):
-                            source.corpus.fetch(samples[own][sources[own] == number])
-                first += len(plan.samples)
-        except (ConfigError, StorageError):
-            return
+    def _own_rows(self, index: int) -> Ints:
+        """Row of the global batch in each row of this rank's batch."""
+        return self._rank_rows(index).slots
 
     def _rank_rows(self, index: int) -> _RankRows:
         """How the ranks share a global batch; cached by its size."""
@@ -373,7 +305,7 @@ class Batches:
     def _fill(self, index: int, mixture: Mixture, buffers: _Buffers) -> _HostBatch:
         part = self._rank_rows(index)
         own = part.slots
-        sources, samples = self._samples(index, mixture)
+        sources, samples = self._plan.samples(index, mixture)
         rows = buffers.tokens.numpy()  # sync: none, buffers are in host memory
         tokens = self._read(sources[own], samples[own], into=rows)
         if buffers.sources is not None:
@@ -418,35 +350,6 @@ class Batches:
         at = other.start + turn % (other.stop - other.start)
         (row,) = self._read(sources[at : at + 1], samples[at : at + 1])
         return RowComparison(own=row_digest(tokens[turn % len(tokens)]), other=row_digest(row))
-
-    def _samples(self, index: int, mixture: Mixture) -> tuple[Ints, Ints]:
-        """Look up a batch in the plan; for consecutive batches, many are planned at once."""
-        plan = self._plan
-        goes_on = plan.mixture is mixture and index == plan.first + len(plan.samples)
-        if plan.mixture is not mixture or not 0 <= index - plan.first < len(plan.samples):
-            self._plan = plan = self._plan_from(index, NUM_PLANNED if goes_on else 1, mixture)
-        sources, samples = plan.sources[index - plan.first], plan.samples[index - plan.first]
-        if redirected := self._redirected.get(index):
-            pairs = zip(sources.tolist(), samples.tolist(), strict=True)
-            samples = np.array([redirected.get(pair, pair[1]) for pair in pairs])
-        return sources, samples
-
-    def _plan_from(self, first: int, count: int, mixture: Mixture) -> _Plan:
-        num_alike = mixture.sizes.num_alike(first)
-        sources, turns = mixture.batches(first, count if num_alike is None else min(count, num_alike))
-        if len(self.sources) == 1:
-            return _Plan(mixture, first, sources, self._samples_at_turns(0, turns.ravel()).reshape(turns.shape))
-        samples = np.empty_like(turns)
-        for number in range(len(self.sources)):
-            here = sources == number
-            samples[here] = self._samples_at_turns(number, turns[here])
-        return _Plan(mixture, first, sources, samples)
-
-    def _samples_at_turns(self, number: int, turns: Ints) -> Ints:
-        """The samples of a source at these turns."""
-        if self._stratified is not None:
-            turns = self._stratified.turns(number, turns)
-        return samples_in(turns, self.sources[number].stretches, seed=self.sources[number].seed)
 
     def _read(self, sources: Ints, samples: Ints, into: Ints | None = None) -> Ints:
         rows = np.empty((len(samples), self._num_tokens), dtype=np.int64) if into is None else into

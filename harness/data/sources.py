@@ -18,7 +18,8 @@ import torch
 from harness.config.errors import ConfigError, require
 from harness.config.schema import Config
 from harness.core.rundir import RunDir
-from harness.data.batches import Batches, Share, Source
+from harness.data.batch_plan import Source
+from harness.data.batches import Batches, Share
 from harness.data.corpus.corpora import build_corpus, split
 from harness.data.corpus.corpus import Corpus, SampleShape
 from harness.data.corpus.corpus_record import DataRecord, SourceRecord, later_stretches, read_record

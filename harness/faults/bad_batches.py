@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from harness.config.errors import require
 from harness.core.batch_shares import Sharing
 from harness.core.rundir import RunDir
-from harness.data.batches import Batches, Source
+from harness.data.batch_plan import Source
+from harness.data.batches import Batches
 from harness.data.corpus.corpus import Corpus, SampleOrigin, Tokens
 from harness.faults.fault_plan import DATA_FAULTS, Fault, FaultKind, read_plan
 from harness.faults.site import Site

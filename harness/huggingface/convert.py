@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from harness.checkpoint import catalog, integrity, store
+from harness.checkpoint import catalog, integrity, saver, store
 from harness.checkpoint.catalog import Checkpoint, Health
 from harness.checkpoint.integrity import Damaged
 from harness.config import compose
@@ -219,7 +219,7 @@ def import_model(source: Path, run: RunDir) -> tuple[Path, dict[str, Any]]:
     weights = read_weights(source, cfg)
     world = connect(default.parallel)
     try:
-        written = store.write(run.checkpoints, initial_tensors(weights), RunState(), world=world, rollback={})
+        written = saver.write(run.checkpoints, initial_tensors(weights), RunState(), world=world, rollback={})
     finally:
         disconnect()
     return written.path, options

@@ -17,13 +17,14 @@ from harness.kernels.multi_tensor import (
     BLOCK,
     PIECE,
     Table,
-    build_table,
     empty_sums,
+    empty_update_sums,
     find_piece,
     load_entry,
     make_table,
     offsets_from,
     reduce_sums,
+    store_update_sums,
 )
 
 MULTIPLIER1, MULTIPLIER2 = tl.constexpr(0x7FEB352D), tl.constexpr(0x846CA68B)
@@ -38,46 +39,29 @@ def step_adamw(
     firsts: Sequence[Tensor],
     seconds: Sequence[Tensor],
     terms: Tensor,
+    keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Update parameters in place by their gradients and moments; all contiguous and in fp32. Returns the sums of the
+    """Update parameters in place by their gradients and moments; all contiguous, and in fp32. Returns the sums of the
     parameters' bit patterns before and after (int64, modulo 2**32), and the sum of their squares after.
 
     `terms`, one row per tensor: 1 to skip the update, the divisor of the gradient, 1 - lr * weight_decay,
     lr / bias_correction1, sqrt(bias_correction2), 1 - beta1, 1 - beta2, eps.
-    """
-    table = build_table(parameters, gradients, firsts, seconds)
-    squares = empty_sums(table, 1)
-    bits = torch.empty(2, table.num_programs, dtype=torch.int32, device=squares.device)
-    _step_adamw[(table.num_programs,)](parameters[0], terms, bits, squares, *table.arguments, BLOCK)
-    before, after = bits.sum(dim=1)
-    return before, after, squares.sum()
-
-
-def step_adamw_bf16(
-    parameters: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    firsts: Sequence[Tensor],
-    seconds: Sequence[Tensor],
-    terms: Tensor,
-    keys: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`step_adamw` with moments in bf16, which are rounded stochastically (`harness.optim.stochastic_rounding`).
-
-    `keys`, one row per tensor: key of the noise in this update, index of the first element in the whole tensor; int32.
+    With `keys` the moments are in bf16 and rounded stochastically (`harness.optim.stochastic_rounding`); one row per
+    tensor: key of the noise in this update, index of the first element in the whole tensor; int32.
     """
     table = _table_with_moments([parameters, gradients], [firsts, seconds])
-    squares = empty_sums(table, 1)
-    bits = torch.empty(2, table.num_programs, dtype=torch.int32, device=squares.device)
+    sums = empty_update_sums(table)
     grid = (table.num_programs,)
-    _step_adamw_bf16[grid](parameters[0], firsts[0], terms, keys, bits, squares, *table.arguments, BLOCK)
-    before, after = bits.sum(dim=1)
-    return before, after, squares.sum()
+    _step_adamw[grid](parameters[0], firsts[0], terms, keys, sums.bits, sums.squares, *table.arguments, BLOCK)
+    return sums.add_up()
 
 
 def _table_with_moments(lists: Sequence[Sequence[Tensor]], moments: Sequence[Sequence[Tensor]]) -> Table:
     """A table as of `build_table`; offsets of the moments are from the first moment, in values of their dtype."""
     base, moment_base = lists[0][0], moments[0][0]
     counts = tuple(tensor.numel() for tensor in lists[0])
+    assert all(len(tensors) == len(counts) for tensors in (*lists, *moments)), "the lists differ in length"
+    assert base.dtype is torch.float32, "tensors must be fp32"
     offsets = [offsets_from(tensors, base) for tensors in lists]
     offsets += [offsets_from(tensors, moment_base) for tensors in moments]
     return make_table((counts, *offsets), counts, base, moment_base)
@@ -93,46 +77,6 @@ def sum_state(
     terms = torch.stack([correction, torch.full_like(correction, eps)])
     _sum_state[(table.num_programs,)](weights[0], firsts[0], terms, sums, *table.arguments, BLOCK)
     return reduce_sums(sums, table)
-
-
-@triton.jit
-def _step_adamw(
-    base, terms, bits, squares, table, num_tensors, max_tensors: tl.constexpr, unit: tl.constexpr, block: tl.constexpr
-):
-    number, begin = find_piece(table, num_tensors, max_tensors)
-    count = load_entry(table, 1, number, num_tensors, unit)
-    parameter = base + load_entry(table, 2, number, num_tensors, unit)
-    gradient = base + load_entry(table, 3, number, num_tensors, unit)
-    first = base + load_entry(table, 4, number, num_tensors, unit)
-    second = base + load_entry(table, 5, number, num_tensors, unit)
-    row = terms + number * 8
-    skip = tl.load(row) != 0
-    divisor, decay, step_size, correction2 = tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
-    weight1, weight2, eps = tl.load(row + 5), tl.load(row + 6), tl.load(row + 7)
-    before, square = tl.zeros((block,), tl.int32), tl.zeros((block,), tl.float32)
-    after = before
-    for start in range(begin, tl.minimum(begin + PIECE, count), block):
-        at = start + tl.arange(0, block)
-        inside = at < count
-        updated = tl.load(parameter + at, mask=inside, other=0.0)
-        before += updated.to(tl.int32, bitcast=True)  # wraps around
-        if not skip:
-            grad = tl.load(gradient + at, mask=inside, other=0.0) / divisor
-            exp_avg = tl.load(first + at, mask=inside, other=0.0)
-            exp_avg += (grad - exp_avg) * weight1
-            exp_avg_sq = tl.load(second + at, mask=inside, other=0.0)
-            exp_avg_sq += (grad * grad - exp_avg_sq) * weight2
-            updated = updated * decay
-            updated -= step_size * exp_avg / (tl.sqrt_rn(exp_avg_sq) / correction2 + eps)
-            tl.store(first + at, exp_avg, mask=inside)
-            tl.store(second + at, exp_avg_sq, mask=inside)
-            tl.store(parameter + at, updated, mask=inside)
-        after += tl.where(inside, updated.to(tl.int32, bitcast=True), 0)
-        square += tl.where(inside, updated * updated, 0.0)
-    out, num_programs = bits + tl.program_id(0), tl.num_programs(0)
-    tl.store(out, tl.sum(before))
-    tl.store(out + num_programs, tl.sum(after))
-    tl.store(squares + tl.program_id(0), tl.sum(square))
 
 
 @triton.jit
@@ -153,7 +97,7 @@ def _round_to_bf16(values, noise):
 
 
 @triton.jit
-def _step_adamw_bf16(
+def _step_adamw(
     base,
     moments,
     terms,
@@ -176,8 +120,9 @@ def _step_adamw_bf16(
     skip = tl.load(row) != 0
     divisor, decay, step_size, correction2 = tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
     weight1, weight2, eps = tl.load(row + 5), tl.load(row + 6), tl.load(row + 7)
-    key = tl.load(keys + number * 2).to(tl.uint32, bitcast=True)
-    first_index = tl.load(keys + number * 2 + 1).to(tl.uint32, bitcast=True)
+    if keys is not None:
+        key = tl.load(keys + number * 2).to(tl.uint32, bitcast=True)
+        first_index = tl.load(keys + number * 2 + 1).to(tl.uint32, bitcast=True)
     before, square = tl.zeros((block,), tl.int32), tl.zeros((block,), tl.float32)
     after = before
     for start in range(begin, tl.minimum(begin + PIECE, count), block):
@@ -193,16 +138,16 @@ def _step_adamw_bf16(
             exp_avg_sq += (grad * grad - exp_avg_sq) * weight2
             updated = updated * decay
             updated -= step_size * exp_avg / (tl.sqrt_rn(exp_avg_sq) / correction2 + eps)
-            noise = _mix((at.to(tl.uint32) + first_index) ^ key)
-            tl.store(first + at, _round_to_bf16(exp_avg, noise & 0xFFFF), mask=inside)
-            tl.store(second + at, _round_to_bf16(exp_avg_sq, noise >> 16), mask=inside)
+            if keys is not None:
+                noise = _mix((at.to(tl.uint32) + first_index) ^ key)
+                exp_avg = _round_to_bf16(exp_avg, noise & 0xFFFF)
+                exp_avg_sq = _round_to_bf16(exp_avg_sq, noise >> 16)
+            tl.store(first + at, exp_avg, mask=inside)
+            tl.store(second + at, exp_avg_sq, mask=inside)
             tl.store(parameter + at, updated, mask=inside)
         after += tl.where(inside, updated.to(tl.int32, bitcast=True), 0)
         square += tl.where(inside, updated * updated, 0.0)
-    out, num_programs = bits + tl.program_id(0), tl.num_programs(0)
-    tl.store(out, tl.sum(before))
-    tl.store(out + num_programs, tl.sum(after))
-    tl.store(squares + tl.program_id(0), tl.sum(square))
+    store_update_sums(bits, squares, before, after, square)
 
 
 @triton.jit

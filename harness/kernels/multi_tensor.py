@@ -101,6 +101,25 @@ def empty_sums(table: Table, width: int) -> Tensor:
     return torch.empty(table.num_programs, width, dtype=torch.float32, device=table.rows.device)
 
 
+class PartialUpdateSums(NamedTuple):
+    """Partial sums over the values that a kernel updates, one column per program."""
+
+    bits: Tensor
+    """int32, [2, programs]: sums of bit patterns before and after."""
+    squares: Tensor
+    """fp32, [programs, 1]: sums of squares after."""
+
+    def add_up(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The sums before and after (int64, modulo 2**32), and the sum of squares."""
+        before, after = self.bits.sum(dim=1)
+        return before, after, self.squares.sum()
+
+
+def empty_update_sums(table: Table) -> PartialUpdateSums:
+    bits = torch.empty(2, table.num_programs, dtype=torch.int32, device=table.rows.device)
+    return PartialUpdateSums(bits, empty_sums(table, 1))
+
+
 def reduce_sums(sums: Tensor, table: Table) -> Tensor:
     """[tensors, width]: the sum of each tensor, from the partial sums of its programs."""
     width = sums.shape[1]
@@ -123,6 +142,15 @@ def find_piece(table, num_tensors, max_tensors: tl.constexpr):
 def load_entry(table, row: tl.constexpr, number, num_tensors, unit: tl.constexpr):
     """A table entry of a tensor, in values."""
     return tl.load(table + row * num_tensors + number) * unit
+
+
+@triton.jit
+def store_update_sums(bits, squares, before, after, square):
+    """Write the partial sums of this program (`PartialUpdateSums`)."""
+    out = bits + tl.program_id(0)
+    tl.store(out, tl.sum(before))
+    tl.store(out + tl.num_programs(0), tl.sum(after))
+    tl.store(squares + tl.program_id(0), tl.sum(square))
 
 
 @triton.jit

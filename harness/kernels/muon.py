@@ -7,12 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from harness.kernels.multi_tensor import BLOCK, PIECE, empty_sums, find_piece, load_entry, make_table, offsets_from
+from harness.kernels.multi_tensor import (
+    BLOCK,
+    PIECE,
+    empty_update_sums,
+    find_piece,
+    load_entry,
+    make_table,
+    offsets_from,
+    store_update_sums,
+)
 
 
 def blend_momentum(
@@ -40,11 +48,9 @@ def apply_directions(
     """
     counts, base = tuple(tensor.numel() for tensor in weights), weights[0]
     table = make_table((counts, offsets_from(weights, base), tuple(places)), counts, base, buffer)
-    squares = empty_sums(table, 1)
-    bits = torch.empty(2, table.num_programs, dtype=torch.int32, device=squares.device)
-    _apply_directions[(table.num_programs,)](base, buffer, terms, bits, squares, *table.arguments, BLOCK)
-    before, after = bits.sum(dim=1)
-    return before, after, squares.sum()
+    sums = empty_update_sums(table)
+    _apply_directions[(table.num_programs,)](base, buffer, terms, sums.bits, sums.squares, *table.arguments, BLOCK)
+    return sums.add_up()
 
 
 @triton.jit
@@ -102,7 +108,4 @@ def _apply_directions(
             tl.store(weight + at, updated, mask=inside)
         after += tl.where(inside, updated.to(tl.int32, bitcast=True), 0)
         square += tl.where(inside, updated * updated, 0.0)
-    out, num_programs = bits + tl.program_id(0), tl.num_programs(0)
-    tl.store(out, tl.sum(before))
-    tl.store(out + num_programs, tl.sum(after))
-    tl.store(squares + tl.program_id(0), tl.sum(square))
+    store_update_sums(bits, squares, before, after, square)

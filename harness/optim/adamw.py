@@ -118,15 +118,13 @@ def step_triton(
     noise: RoundingNoise | None = None,
 ) -> UpdateSums:
     """The same on CUDA in one launch, without writing gradients; the last bits may differ from `step_fused`."""
-    from harness.kernels.adamw import step_adamw, step_adamw_bf16
+    from harness.kernels.adamw import step_adamw
 
     parameters, gradients, firsts, seconds, steps = (list(column) for column in zip(*shards, strict=True))
     foreach_add_(steps, [1 - skip_mask] * len(steps))  # one tensor for all would need a host sync
     terms = _kernel_terms(torch.stack(steps), options, skip_mask=skip_mask, divisor=divisor)
-    if noise is None:
-        return UpdateSums(*step_adamw(parameters, gradients, firsts, seconds, terms))
-    keys = torch.stack([noise.keys(steps), noise.begins], dim=1)
-    return UpdateSums(*step_adamw_bf16(parameters, gradients, firsts, seconds, terms, keys))
+    keys = None if noise is None else torch.stack([noise.keys(steps), noise.begins], dim=1)
+    return UpdateSums(*step_adamw(parameters, gradients, firsts, seconds, terms, keys))
 
 
 def sum_weights_triton(weights: Sequence[Tensor]) -> UpdateSums:

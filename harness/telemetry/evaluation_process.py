@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -24,9 +23,9 @@ from harness.config.errors import require
 from harness.config.run import EvalConfig
 from harness.core import processes
 from harness.core.events import TaskEvaluated, from_json
+from harness.core.processes import last_line
 from harness.core.rundir import RunDir, write_atomically
-from harness.telemetry.postmortem_process import RANK_VARIABLES
-from harness.telemetry.sinks.sink_process import last_line
+from harness.core.stderr_lines import print_warning
 
 EVALUATION_MODULE = "harness.analysis.evaluation"
 EVALUATION_LOG = "evaluation.log"
@@ -61,23 +60,17 @@ class EvaluationProcess:
         """Start the process if `eval.harness` names tasks; if that fails, only a warning is printed."""
         if not cfg.harness:
             return None
-        environment = {key: value for key, value in processes.child_environment().items() if key not in RANK_VARIABLES}
+        environment = processes.environment_outside_ranks()
         if cfg.harness_device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        log = run.logs / EVALUATION_LOG
+        args = (str(run.path), "--trainer", str(os.getpid()))
+        log, pipe = run.logs / EVALUATION_LOG, subprocess.PIPE
         try:
-            log.parent.mkdir(parents=True, exist_ok=True)
-            with log.open("ab") as errors:
-                process = subprocess.Popen(
-                    processes.command(EVALUATION_MODULE, str(run.path), "--trainer", str(os.getpid())),
-                    env=environment,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    start_new_session=True,
-                )
+            process = processes.start_logged(
+                EVALUATION_MODULE, *args, log=log, environment=environment, stdin=pipe, stdout=pipe
+            )
         except OSError as error:
-            _warn(f"cannot start the evaluation process: {error}")
+            print_warning(f"cannot start the evaluation process: {error}")
             return None
         return cls(process, run)
 
@@ -91,16 +84,11 @@ class EvaluationProcess:
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.close()
-        try:
-            is_done = self._process.wait(timeout=wait_s) == 0
-        except subprocess.TimeoutExpired:
-            is_done = False
-            self._process.kill()
-            self._process.wait()
+        is_done = processes.wait_or_end(self._process, wait_s=wait_s)
         self._reader.join(timeout=10)
         if not is_done and wait_s > 0:
             last = last_line(self._run.logs / EVALUATION_LOG) or f"still running after {wait_s:g} s"
-            _warn(f"the last checkpoint was not evaluated: {last}")
+            print_warning(f"the last checkpoint was not evaluated: {last}")
         return is_done
 
     def _read(self) -> None:
@@ -121,7 +109,3 @@ class EvaluationProcess:
         with suppress(OSError):
             path.parent.mkdir(exist_ok=True)
             write_atomically(path, json.dumps({"step": event.step, "time": event.time, "tasks": scores}, indent=1))
-
-
-def _warn(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr, flush=True)

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import os
 import stat
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -35,6 +34,7 @@ from harness.config.schema import Config
 from harness.core import rundir
 from harness.core.events import EndCause, Event, RunEnded, RunRestarted, RunStarted, StepRecord, parse, to_json
 from harness.core.locking import run_lease
+from harness.core.stderr_lines import print_warning
 from harness.telemetry.log_index import IndexWriter, covered_until, read_blocks, sample_lines, whole_lines
 
 TAIL_BYTES = 64 * 1024
@@ -179,7 +179,7 @@ def _append_from_launcher(run: rundir.RunDir, event: Event) -> None:
     try:
         rundir.append_line(run.events, to_json(event))
     except OSError as error:
-        _warn(f"cannot write {run.events}: {error.strerror}")
+        print_warning(f"cannot write {run.events}: {error.strerror}")
 
 
 def events_since(path: Path, iteration: int) -> list[Event]:
@@ -268,7 +268,7 @@ class EventLog:
             if self._changed.wait_for(lambda: self._num_done >= until, timeout=wait_s):
                 return True
             self._gave_up_at = self._num_done
-        _warn(f"{self.path} accepted no data for {wait_s:g} s; training continues, events wait in memory")
+        print_warning(f"{self.path} accepted no data for {wait_s:g} s; training continues, events wait in memory")
         return False
 
     def close(self, wait_s: float = CLOSE_WAIT_S) -> bool:
@@ -281,7 +281,7 @@ class EventLog:
         self._thread.join(timeout=wait_s)
         num_left = self._num_queued - self._num_done
         if self.num_lost + num_left:
-            _warn(f"{self.num_lost + num_left} events could not be written to {self.path}")
+            print_warning(f"{self.num_lost + num_left} events could not be written to {self.path}")
         return num_left == 0
 
     def _append_all(self) -> None:
@@ -307,7 +307,7 @@ class EventLog:
             self._on_written(event)
         except Exception as error:  # the log must continue
             self._on_written = None
-            _warn(f"no more post-mortems until the next start: {type(error).__name__}: {error}")
+            print_warning(f"no more post-mortems until the next start: {type(error).__name__}: {error}")
 
     def _append(self, line: bytes) -> None:
         pending = b"\n" + line if self._torn else line
@@ -334,7 +334,7 @@ class EventLog:
 
     def _lose(self, reason: str) -> None:
         if self.num_lost == 0:
-            _warn(f"cannot write {self.path}: {reason}; training continues, this event is lost")
+            print_warning(f"cannot write {self.path}: {reason}; training continues, this event is lost")
         self.num_lost += 1
 
 
@@ -348,7 +348,3 @@ def _continue_index(path: Path, size_bytes: int) -> IndexWriter:
         for line in whole_lines(file, start, size_bytes):
             index.block.add(line)
     return index
-
-
-def _warn(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr, flush=True)

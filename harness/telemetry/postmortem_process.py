@@ -12,15 +12,15 @@ that, `replay_incidents` replays the guilty steps on the CPU, also within a boun
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import final
 
 from harness.core import processes
 from harness.core.events import Action, ActionKind, Event, Finding, FindingKind, Incident, StepRecord
+from harness.core.processes import last_line
 from harness.core.rundir import RunDir
-from harness.telemetry.sinks.sink_process import last_line
+from harness.core.stderr_lines import print_warning
 
 MODULE = "harness.analysis.postmortem"
 DRAFT_AFTER = 50
@@ -30,8 +30,6 @@ EXIT_WAIT_S, HURRIED_WAIT_S = 60.0, 5.0
 written before its pictures."""
 REPORT_S = 10.0
 """Seconds of the time for replays that are left for writing the report."""
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Variables by which torchrun tells a process that it is a rank."""
 POLL_S = 0.05
 REMARKS = 0
 """Incident number that stands for duplicate batches outside any incident; reported at the end of a run."""
@@ -94,11 +92,12 @@ class PostmortemProcess:
         done in time is no failure: its report stays as it is.
         """
         until = time.monotonic() + wait_s
+        environment = processes.environment_outside_ranks() | {"CUDA_VISIBLE_DEVICES": ""}
         for number in self._reported:
             left_s = until - time.monotonic() - REPORT_S
             if left_s <= 0:
                 return
-            self._start(number, "--replay-within", f"{left_s:.1f}", without=RANK_VARIABLES, CUDA_VISIBLE_DEVICES="")
+            self._start(number, "--replay-within", f"{left_s:.1f}", environment=environment)
             while self._process is not None and self._process.poll() is None and time.monotonic() < until:
                 time.sleep(POLL_S)
             self._end_process()
@@ -121,20 +120,10 @@ class PostmortemProcess:
         if self._waiting:
             self._start(self._waiting.pop(0))
 
-    def _start(self, number: int, *options: str, without: Collection[str] = (), **variables: str) -> None:
-        command = processes.command(MODULE, str(self._run.path), "--incident", str(number), *options)
-        environment = {key: value for key, value in processes.child_environment().items() if key not in without}
+    def _start(self, number: int, *options: str, environment: Mapping[str, str] | None = None) -> None:
+        args = (str(self._run.path), "--incident", str(number), *options)
         try:
-            self._log.parent.mkdir(parents=True, exist_ok=True)
-            with self._log.open("ab") as output:
-                self._process = subprocess.Popen(
-                    command,
-                    env=environment | variables,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                )
+            self._process = processes.start_logged(MODULE, *args, log=self._log, environment=environment)
         except OSError as error:
             self._warn(str(error))
 
@@ -145,10 +134,9 @@ class PostmortemProcess:
 
     def _end_process(self) -> None:
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            processes.end_process(self._process)
             self._process = None
 
     def _warn(self, reason: str) -> None:
         self._failed = True
-        print(f"warning: a post-mortem was not written: {reason}", file=sys.stderr, flush=True)
+        print_warning(f"a post-mortem was not written: {reason}")

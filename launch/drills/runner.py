@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -27,13 +26,14 @@ from harness.config.schema import Config
 from harness.core import processes
 from harness.core.events import to_json
 from harness.core.rundir import RunDir, append_line, write_atomically
+from harness.core.stderr_lines import print_warning
 from harness.drills import directories
 from harness.drills import score_card as cards
 from harness.drills.drill_record import DrillRecord, Start, gather, read_drill_record
 from harness.drills.scenario import Scenario
 from harness.drills.score import Card, score_run
 from harness.telemetry.event_log import last_iteration
-from harness.telemetry.sinks.sink_process import SINK_LOG, SINK_MODULE
+from harness.telemetry.sinks.sink_process import SINK_LOG, send_rest
 from launch.drills.fault_environment import FaultEnvironment, open_environment, require_environment
 from launch.drills.local_nodes import local_node_overrides, on_one_node, rehearses_nodes, start_nodes
 
@@ -222,10 +222,6 @@ def write_card(victim: RunDir) -> Card:
 
 def send_to_mlflow(run: RunDir) -> None:
     """Send the unsent events to MLflow; prints a warning if the store does not answer."""
-    with (run.logs / SINK_LOG).open("ab") as log:
-        command = processes.command(SINK_MODULE, str(run.path), "--only", "mlflow")
-        sent = subprocess.run(
-            command, env=processes.child_environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False
-        )
-    if sent.returncode != EXIT_DONE:
-        print(f"warning: {run.path.name} was not sent to MLflow; see {log.name}", file=sys.stderr)
+    log = run.logs / SINK_LOG
+    if send_rest([str(run.path), "--only", "mlflow"], log=log, within_s=None):
+        print_warning(f"{run.path.name} was not sent to MLflow; see {log}")

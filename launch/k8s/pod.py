@@ -36,8 +36,8 @@ from harness.core.rundir import RunDir, locate
 from harness.telemetry.event_log import prepare_run
 from launch.cli.parser import CommandParser
 from launch.local import node
+from launch.local.node_address import RendezvousError
 from launch.local.node_group import RendezvousSpec
-from launch.local.rendezvous import RendezvousError
 from launch.slurm.code_snapshot import slurm_dir
 
 INDEX = "JOB_COMPLETION_INDEX"

@@ -15,7 +15,6 @@ The launcher that decides is the coordinator: launcher 0, and in an elastic run 
 
 from __future__ import annotations
 
-import json
 import math
 import selectors
 import socket
@@ -28,6 +27,7 @@ from threading import Condition, Thread
 from typing import Any, Self, final
 
 from harness.core.events import EndCause
+from launch.local.node_link import Link, encode_message
 from launch.local.roster import Roster, pack_roster, unpack_roster
 
 HEARTBEAT_S = 1.0
@@ -36,7 +36,6 @@ LINGER_S = 2.0
 """How long to wait at exit for the last messages to reach the other nodes."""
 FENCE_S = 3.0
 """How long a silent node may need to notice the silence as well and to kill its ranks, beyond `silent_s`."""
-MAX_LINE_BYTES = 65536
 LOOPBACK = "127.0.0.1"
 SPARE = -1
 """Node rank of a launcher that runs no ranks."""
@@ -79,55 +78,6 @@ class NodeFailure:
     """Updates that the failed rank had applied; -1: unknown."""
     error: str = ""
     """Type and place of the exception that the rank raised; empty: it raised none."""
-
-
-@final
-@dataclass(slots=True)
-class Link:
-    """The TCP connection to another launcher."""
-
-    number: int
-    """Number of that launcher."""
-    host: str
-    connection: socket.socket
-    last_seen_s: float
-    buffer: bytes = b""
-    is_done: bool = False
-    """Its ranks ended without an error; it may disconnect."""
-    stopped: int = -1
-    """The last start whose ranks have all ended on that node, by the number of its restart."""
-    is_stopping: bool = False
-    """That node has received a stop signal."""
-    problems: list[str] | None = None
-    """What its last health check found; None: not checked."""
-    listens_at: tuple[str, int] | None = None
-    """Address and port at which that launcher would coordinate the run; None: it never does."""
-
-    def read_messages(self) -> list[dict[str, Any]] | None:
-        """Return the messages that have arrived; None once the connection is closed."""
-        try:
-            received = self.connection.recv(MAX_LINE_BYTES)
-        except TimeoutError:
-            return []
-        except OSError:
-            return None
-        if not received or len(self.buffer) > MAX_LINE_BYTES:
-            return None
-        *whole, self.buffer = (self.buffer + received).split(b"\n")
-        return [json.loads(line) for line in whole]
-
-    def send(self, **message: Any) -> None:
-        """Send one message."""
-        self.send_line(encode_message(message))
-
-    def send_line(self, line: bytes) -> None:
-        """Send an encoded message. An undeliverable one is dropped: the timeout of the peer covers that."""
-        with suppress(OSError):
-            self.connection.sendall(line)
-
-
-def encode_message(message: Mapping[str, Any]) -> bytes:
-    return json.dumps(message).encode() + b"\n"
 
 
 @final

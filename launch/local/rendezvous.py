@@ -9,29 +9,35 @@ In an elastic run (`launch.spares`, `launch.min_nodes`) every launcher checks it
 chooses which of them run ranks (`launch.local.roster`). A launcher whose machine failed the check is rejected. If
 `launch.nodes` others have joined, node 0 waits for the missing ones for SPARES_WITHIN_S; if only `launch.min_nodes`
 have, until the time limit of the rendezvous. The missing ones can still join later, as spares.
-Many systems resolve their own host name to the loopback. Node 0 then listens on its other address, or on all addresses
-during the rendezvous if it has several. The store lives as long as the run and listens on one address only, the one
-that the other nodes connected to.
+The store lives as long as the run and listens on one address only, the one that the other nodes connected to
+(`launch.local.node_address`).
 """
 
 from __future__ import annotations
 
-import fcntl
 import math
 import socket
-import struct
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 from harness.config.errors import ConfigError
 from launch.health.node_facts import machine_name
+from launch.local.elastic import Elastic
 from launch.local.file_limit import files_needed, raise_file_limit
-from launch.local.node_group import POLL_S, Link, NodeGroup, RendezvousSpec, encode_message
-from launch.local.roster import Roster, choose_roster, unpack_roster
+from launch.local.node_address import (
+    RendezvousError,
+    choose_listen_address,
+    is_reachable,
+    list_own_addresses,
+    open_listener,
+    resolve_host,
+)
+from launch.local.node_group import POLL_S, NodeGroup, RendezvousSpec
+from launch.local.node_link import Link, encode_message
+from launch.local.roster import unpack_roster
 from launch.local.succession import find_coordinator
 from launch.node_record import NodeRecord
 from launch.slurm.node_exclusion import NodeFault, NodeFaultKind
@@ -40,51 +46,10 @@ HELLO_TIMEOUT_S = 5.0
 REMIND_S = 60.0
 SPARES_WITHIN_S = 30.0
 """How long a start waits for the last launchers if enough others have joined."""
-DISCARD_PORT = 9
-SIOCGIFADDR = 0x8915
-"""ioctl of Linux that returns the address of a network interface."""
-
-
-class RendezvousError(Exception):
-    """Not all nodes joined; the message is one line."""
 
 
 class StopRequested(Exception):  # noqa: N818 -- a request, not an error
     """A stop was requested during the rendezvous."""
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Elastic:
-    """On which machines a run may continue that can lose some."""
-
-    allowed: tuple[int, ...]
-    """Numbers of nodes on which the run can continue, in ascending order; it wants the last."""
-    record: NodeRecord
-    """Faults of the machines; written by node 0."""
-    problems: list[str]
-    """What the health check of this machine found."""
-
-    @property
-    def num_nodes(self) -> int:
-        """Nodes that run ranks, if enough machines are there."""
-        return self.allowed[-1]
-
-    def choose(self, group: NodeGroup, roster: Roster) -> Roster | None:
-        """The roster of the next start, by the machines that are connected now and their faults; only on node 0.
-
-        A spare is used only if its last health check found nothing.
-        """
-        out = self.record.find_out()
-        out.pop(group.hosts[group.number], None)  # several launchers on one machine, to rehearse: it is not lost
-        present: dict[int, NodeFaultKind | None] = {group.number: None}
-        used = set(roster)
-        for number, link in group.links.items():
-            exclusion = out.get(link.host)
-            if number in used or link.problems is not None:
-                fault = NodeFaultKind.health if link.problems else None
-                present[number] = NodeFaultKind(exclusion.kind) if exclusion is not None else fault
-        return choose_roster(roster, present, allowed=self.allowed, coordinator=group.number)
 
 
 def join_nodes(
@@ -159,29 +124,6 @@ def agree_on_address(group: NodeGroup) -> str:
     return found[0]
 
 
-def choose_listen_address(spec: RendezvousSpec, addresses: Sequence[str]) -> str:
-    """Where node 0 listens if its host name is the loopback: its other address, or all if it has several."""
-    if not addresses:
-        raise RendezvousError(f"rendezvous: {spec.host} resolves to the loopback, and node 0 has no other address")
-    return addresses[0] if len(addresses) == 1 else ""
-
-
-def list_own_addresses() -> list[str]:
-    """The IPv4 addresses of this machine, without the loopback."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        found = {interface_address(name, probe) for _, name in socket.if_nameindex()}
-    return sorted(address for address in found if address and not address.startswith("127."))
-
-
-def interface_address(interface: str, probe: socket.socket) -> str:
-    """The first address of a network interface; empty if it has none."""
-    try:
-        answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()))
-    except OSError:
-        return ""
-    return socket.inet_ntoa(answer[20:24])
-
-
 @contextmanager
 def close_on_failure(group: NodeGroup) -> Iterator[None]:
     """Close all connections if the rendezvous fails, so that the waiting nodes see it."""
@@ -197,43 +139,6 @@ def close_on_failure(group: NodeGroup) -> Iterator[None]:
             if other is not None:
                 other.close()
         raise
-
-
-def resolve_host(spec: RendezvousSpec, *, deadline_s: float) -> str:
-    """Resolve the host of node 0 to an IP address, once; raises RendezvousError after the deadline."""
-    while True:
-        try:
-            return str(socket.getaddrinfo(spec.host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
-        except OSError as error:
-            if time.monotonic() > deadline_s:
-                raise RendezvousError(f"rendezvous: no address for {spec.host}: {error.strerror}") from None
-            time.sleep(POLL_S)
-
-
-def is_reachable(host: str, address: str) -> bool:
-    """Whether other nodes can use this address: many systems resolve their own name to the loopback."""
-    return not address.startswith("127.") or host == "localhost" or host.startswith("127.")
-
-
-def find_interface_to(address: str) -> str | None:
-    """The network interface that routes to an address; None if it cannot be determined."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        probe.connect((address, DISCARD_PORT))  # sends nothing, but selects the route
-        own = probe.getsockname()[0]
-        return next((name for _, name in socket.if_nameindex() if interface_address(name, probe) == own), None)
-    return None
-
-
-def open_listener(address: str, port: int, spec: RendezvousSpec) -> socket.socket:
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((address, port))
-    except OSError as error:
-        listener.close()
-        raise RendezvousError(f"rendezvous: cannot listen on {spec.host}:{port}: {error.strerror}") from None
-    listener.listen(max(128, spec.num_nodes))
-    return listener
 
 
 def admit_nodes(

@@ -28,8 +28,9 @@ from harness.core.rundir import RunDir, locate
 from harness.telemetry.event_log import record_restart, tail
 from harness.telemetry.heartbeat import mark_restarting
 from launch.health.node_facts import machine_name
+from launch.local.elastic import Elastic
 from launch.local.node_group import NodeFailure, NodeGroup
-from launch.local.rendezvous import Elastic, open_store_socket
+from launch.local.rendezvous import open_store_socket
 from launch.local.roster import Roster, pack_roster
 from launch.node_record import NodeRecord, faults_of_findings
 from launch.restart_budget import FailedStart, Reached, RestartDecision, decide_restart, newest_checkpoint

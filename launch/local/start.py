@@ -51,12 +51,14 @@ from harness.telemetry.sinks.sink_process import send_last_alerts
 from launch.health.node_facts import machine_name
 from launch.local import hang_report
 from launch.local.agent import POLL_S, run_agent
+from launch.local.elastic import Elastic
 from launch.local.exit_file import write_exit_file
+from launch.local.node_address import RendezvousError, find_interface_to
 from launch.local.node_group import SINGLE_NODE, NodeFailure, NodeGroup, RendezvousSpec
 from launch.local.out_of_memory import MemoryWatch
 from launch.local.planned_restart import RestartPlanner
 from launch.local.ranks import RankFailure, RankLogs, render_failure, run_exit_code
-from launch.local.rendezvous import Elastic, RendezvousError, StopRequested, find_interface_to, join_nodes
+from launch.local.rendezvous import StopRequested, join_nodes
 from launch.local.restart import RestartHistory, agree_on_restart, print_decision
 from launch.local.shared_memory import run_and_clean_up, snapshot_bytes
 from launch.local.spare import check_this_machine, wait_as_spare

@@ -24,7 +24,8 @@ from typing import Any
 
 from harness.config.errors import ConfigError, StorageError
 from harness.core.locking.run_lease import take_over_lease
-from launch.local.node_group import Link, NodeGroup
+from launch.local.node_group import NodeGroup
+from launch.local.node_link import Link
 from launch.node_record import NodeRecord
 
 CONNECT_S = 5.0

@@ -16,7 +16,6 @@ alive when the launcher is killed.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import json
 import os
@@ -41,6 +40,7 @@ import torch
 from harness.config.errors import EXIT_CRASHED, EXIT_INTERRUPTED, ConfigError, StorageError
 from harness.config.schema import Config
 from harness.control.stop_requests import STOP_SIGNALS
+from harness.core.child_process import PR_SET_CHILD_SUBREAPER, PR_SET_NAME, control_process, die_with
 from harness.core.fast_imports import loading
 from harness.core.rundir import write_atomically
 from harness.core.safe_stream import is_original_stdout
@@ -60,7 +60,6 @@ DISMISS_TIMEOUT_S = 5.0
 STACKS_SIGNAL = signal.SIGUSR2
 """Makes a worker write the stacks of its threads."""
 STDOUT, STDERR = 1, 2
-PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
 POLL_S = 0.01
 TEMPLATE_NAME = "rank-template"
 
@@ -307,13 +306,6 @@ def run_adopted_worker(launcher: int, between: int, pipe: int, replies: socket.s
     wait_for_task(launcher, Connection(pipe))
 
 
-def die_with(launcher: int) -> None:
-    """Let the kernel kill this process when the launcher, its parent, dies."""
-    control_process(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:
-        os._exit(EXIT_CRASHED)  # the launcher died before prctl took effect
-
-
 def wait_for_task(launcher: int, pipe: Connection) -> None:
     """Run one task. Stays alive until dismissed; otherwise a reused PID could receive our signals."""
     die_with(launcher)
@@ -328,12 +320,6 @@ def wait_for_task(launcher: int, pipe: Connection) -> None:
     control_process(PR_SET_NAME, task.name.encode())
     pipe.send(task.call(*task.arguments))
     pipe.recv()
-
-
-def control_process(option: int, value: Any) -> None:
-    """Call prctl for this process; does nothing on other systems than Linux."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def enter_worker(worker: Worker, cfg: Config) -> int:

@@ -24,9 +24,10 @@ from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_HALTED, EXIT_
 from harness.config.launch import LaunchKind
 from harness.config.schema import Config
 from harness.core.events import EvalRecord
+from harness.core.processes import last_line
 from harness.core.rundir import RunDir
 from harness.telemetry.event_log import prepare_run, tail
-from harness.telemetry.sinks.sink_process import last_line, send_rest
+from harness.telemetry.sinks.sink_process import send_rest
 from launch.local.thread_count import num_cores
 from launch.sweeps import scheduler
 from launch.sweeps.jobs import ComposedJob, JobState, find_job_state, name_jobs

@@ -27,31 +27,25 @@ import statistics
 import sys
 import tempfile
 from contextlib import closing
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 
 import tests.distributed.pool
-from harness.build import build, build_meter
 from harness.config.compose import load
-from harness.core.rundir import RunDir
-from harness.core.state import RunState
 from harness.distributed.bit_digests import Computation
 from harness.distributed.collectives import all_reduce_sum
 from harness.distributed.determinism import deterministic_algorithms
-from harness.distributed.world import connect, disconnect
 from harness.faults.fault_plan import Fault, FaultKind
 from harness.faults.injectors import make_injector
 from harness.faults.site import Site
-from harness.model.size import num_parameters
-from harness.precision.attention import fast_attention
 from harness.recomputation import choose_distance, compare_computations, discarding
 from harness.run import Run
 from harness.sentinel.device.slots import find_corrupted
 from harness.step import differentiate, finish_step, forward_backward
-from tests.bench.clock import SETTLING_STEPS, WARMUP_STEPS, alternate
+from tests.bench.paired_steps import measure_paired
 from tests.bench.sentinel import SentinelSteps
 from tests.distributed.drill_cases import inspect_run_with
 from tests.distributed.pool import Pool
@@ -214,30 +208,15 @@ def report_seeds(found: list[Found], *, every: int, num_ranks: int) -> None:
 def measure_cost(overrides: list[str], *, rounds: int, num_steps: int) -> None:
     """Blocks of checked and unchecked steps in one run, with one rank."""
     cfg = load([*overrides, "run.deterministic=true", "checkpoint.every_steps=0", "checkpoint.ring.slots=0"])
-    with (
-        deterministic_algorithms(enabled=True),
-        fast_attention(),
-        tempfile.TemporaryDirectory() as directory,
-    ):
-        world, root = connect(cfg.parallel), RunDir(Path(directory))
-        with closing(build(cfg, world, root)) as parts:
-            state, meter = RunState(), build_meter(cfg, world)
-            sides = [
-                SentinelSteps(cfg, parts, state, root.checkpoints, meter, recompute=distance) for distance in (0, None)
-            ]
-            for side in sides:
-                side.run(WARMUP_STEPS - SETTLING_STEPS)
-            blocks = alternate([side.run for side in sides], rounds=rounds, num_steps=num_steps, device=world.device)
-        disconnect()
-    ratios = sorted(checked.step_s / plain.step_s for checked, plain in blocks)
-    ratio, every = statistics.median(ratios), cfg.sentinel.sdc.every or 128
-    plain_s = statistics.median(plain.step_s for _, plain in blocks)
-    peaks = [max(block[side].peak_bytes for block in blocks) / 2**30 for side in (0, 1)]
-    size = f"{num_parameters(cfg.model) / 1e6:.1f}M, {cfg.train.batch_size} x {cfg.train.sequence_length} tokens"
-    print(f"cost: {cfg.model.name}, {size}, {cfg.precision.kind}, {world.device.type}")
-    print(f"  {rounds} rounds of {num_steps} steps; a step takes {plain_s * 1e3:.2f} ms")
-    print(f"  a checked step takes {ratio:.3f} times as long ({ratios[0]:.3f} to {ratios[-1]:.3f})")
-    print(f"  one check in {every} steps: {(ratio - 1) / every:+.2%}; peak GiB {peaks[1]:.2f}, checked {peaks[0]:.2f}")
+
+    def make_side(steps: SentinelSteps, is_checked: bool) -> SentinelSteps:
+        return replace(steps, recompute=0 if is_checked else None)
+
+    with deterministic_algorithms(enabled=True):
+        blocks = measure_paired(cfg, make_side, rounds=rounds, num_steps=num_steps)
+    checked, plain = (max(block[side].peak_bytes for block in blocks.rounds) / 2**30 for side in (0, 1))
+    print(blocks.render_cost("check", "checked", every=cfg.sentinel.sdc.every or 128))
+    print(f"  peak GiB {plain:.2f}, checked {checked:.2f}")
 
 
 def main() -> None:

@@ -13,32 +13,18 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-import torch
-
-from harness.config.compose import load
 from harness.config.optim import MomentDtype
-from harness.core.rundir import RunDir
-from harness.model.size import num_parameters
-from harness.precision.attention import fast_attention
-from tests.bench.gpu.parity import write_corpus
 from tests.bench.intervals import estimate
-from tests.bench.optimizers import Result, train
+from tests.bench.optimizers import Result, prepare_runs, summarize, train
 
 
 def render_moments(results: Mapping[MomentDtype, Sequence[Result]]) -> str:
     """The table of both, and a line with the difference within a seed and the spread over seeds."""
     lines = ["| moments | held-out loss | final loss | ms a step | GiB |", "|---|---:|---:|---:|---:|"]
     for dtype, runs in results.items():
-        held_out = estimate([run.held_out for run in runs])
-        lines.append(
-            f"| {dtype} | {held_out.median:.4f} ({held_out.low:.4f} to {held_out.high:.4f}) | "
-            f"{statistics.median(run.smoothed[-1] for run in runs):.4f} | "
-            f"{1e3 * statistics.median(run.step_s for run in runs):.1f} | {runs[0].memory_gib:.2f} |"
-        )
+        lines.append(f"| {dtype} | {' | '.join(summarize(runs))} |")
     exact, rounded = results[MomentDtype.fp32], results[MomentDtype.bf16]
     within = estimate([own.held_out / other.held_out - 1 for own, other in zip(rounded, exact, strict=True)])
     losses = [run.held_out for run in exact]
@@ -58,26 +44,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
-    on_cuda = str(torch.cuda.is_available()).lower()
-    with tempfile.TemporaryDirectory() as directory, fast_attention():
-        corpus = Path(directory) / "library.bin"
-        size = write_corpus(corpus)
-        overrides = [
-            *("model=125m", "data=files", f"data.sources.main.paths=[{corpus}]", "data.sources.main.dtype=uint16"),
-            *("model.vocab_size=256", "train.batch_size=16", "train.sequence_length=1024", "precision=bf16"),
-            *(f"train.num_steps={options.steps}", f"optim.warmup_steps={max(1, options.steps // 10)}"),
-            *("telemetry=plain", "checkpoint.ring.slots=0", f"parallel.compile={on_cuda}", *options.overrides),
-        ]
-        cfg = load(overrides)
-        tokens = cfg.train.batch_size * cfg.train.sequence_length
-        print(f"model {cfg.model.name}: {num_parameters(cfg.model) / 1e6:.1f}M parameters, {size / 2**20:.0f} MiB text")
-        print(f"{options.steps} steps of {tokens:,} tokens, {cfg.precision.kind}, beta2 {cfg.optim.beta2}", flush=True)
+    with prepare_runs(options.overrides, num_steps=options.steps, num_seeds=options.seeds) as setup:
         results: dict[MomentDtype, list[Result]] = {dtype: [] for dtype in MomentDtype}
         for seed in range(options.seeds):
             for dtype in MomentDtype:
-                run = RunDir(Path(directory))
-                own = [*overrides, f"optim.moment_dtype={dtype}"]
-                results[dtype].append(train("adamw", cfg.optim.lr, seed, own, run))
+                own = [*setup.overrides, f"optim.moment_dtype={dtype}"]
+                results[dtype].append(train("adamw", setup.cfg.optim.lr, seed, own, setup.directory))
                 print(f"seed {seed}: {dtype}: held-out {results[dtype][-1].held_out:.5f}", flush=True)
         print(render_moments(results))
 

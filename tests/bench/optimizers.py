@@ -17,9 +17,11 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +30,7 @@ from numpy.typing import NDArray
 from harness.build import build
 from harness.config.compose import load
 from harness.config.optim import OptimizerKind
+from harness.config.schema import Config
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
 from harness.distributed.world import connect, disconnect
@@ -108,6 +111,54 @@ def train(optimizer: str, lr: float, seed: int, overrides: Sequence[str], run: R
     return result
 
 
+class Setup(NamedTuple):
+    """What all runs of a comparison share."""
+
+    cfg: Config
+    overrides: list[str]
+    directory: RunDir
+
+
+@contextmanager
+def prepare_runs(overrides: Sequence[str], *, num_steps: int, num_seeds: int) -> Iterator[Setup]:
+    """Write the corpus, and print what is trained."""
+    on_cuda = str(torch.cuda.is_available()).lower()
+    with tempfile.TemporaryDirectory() as directory, fast_attention():
+        corpus = Path(directory) / "library.bin"
+        size = write_corpus(corpus)
+        combined = [
+            *("model=125m", "data=files", f"data.sources.main.paths=[{corpus}]", "data.sources.main.dtype=uint16"),
+            *("model.vocab_size=256", "train.batch_size=16", "train.sequence_length=1024", "precision=bf16"),
+            *(f"train.num_steps={num_steps}", f"optim.warmup_steps={max(1, num_steps // 10)}"),
+            *("telemetry=plain", "checkpoint.ring.slots=0", f"parallel.compile={on_cuda}", *overrides),
+        ]
+        cfg = load(combined)
+        tokens = cfg.train.batch_size * cfg.train.sequence_length
+        print(f"model {cfg.model.name}: {num_parameters(cfg.model) / 1e6:.1f}M parameters, {size / 2**20:.0f} MiB text")
+        what = f"{cfg.precision.kind}, beta2 {cfg.optim.beta2}, {num_seeds} seeds"
+        print(f"{num_steps} steps of {tokens:,} tokens, {what}", flush=True)
+        yield Setup(cfg, combined, RunDir(Path(directory)))
+
+
+class Cells(NamedTuple):
+    """Runs with different seeds, as cells of a table."""
+
+    held_out: str
+    final_loss: str
+    step_ms: str
+    memory_gib: str
+
+
+def summarize(runs: Sequence[Result]) -> Cells:
+    held_out = estimate([run.held_out for run in runs])
+    return Cells(
+        held_out=f"{held_out.median:.4f} ({held_out.low:.4f} to {held_out.high:.4f})",
+        final_loss=f"{statistics.median(run.smoothed[-1] for run in runs):.4f}",
+        step_ms=f"{1e3 * statistics.median(run.step_s for run in runs):.1f}",
+        memory_gib=f"{runs[0].memory_gib:.2f}",
+    )
+
+
 def steps_to(result: Result, loss: float) -> int | None:
     """The first step at which the smoothed loss is at most `loss`; None if it never is."""
     reached = np.flatnonzero(result.smoothed <= loss)
@@ -136,14 +187,13 @@ def render(results: Sequence[Result]) -> str:
     for kind in kinds:
         for lr in sorted({result.lr for result in results if result.optimizer == kind}):
             runs = select(results, kind, lr)
-            held_out = estimate([run.held_out for run in runs])
+            cells = summarize(runs)
             mark = " (best)" if lr == best[kind] else ""
             reached = [None if goal is None else steps_to(run, goal) for run in runs]
             steps = "-" if any(step is None for step in reached) else f"{statistics.median(filter(None, reached)):.0f}"
             lines.append(
-                f"| {kind} | {lr:g}{mark} | {held_out.median:.4f} ({held_out.low:.4f} to {held_out.high:.4f}) | "
-                f"{statistics.median(run.smoothed[-1] for run in runs):.4f} | {steps} | "
-                f"{1e3 * statistics.median(run.step_s for run in runs):.1f} | {runs[0].memory_gib:.2f} |"
+                f"| {kind} | {lr:g}{mark} | {cells.held_out} | {cells.final_loss} | {steps} | {cells.step_ms} | "
+                f"{cells.memory_gib} |"
             )
     if {"adamw", "muon"} <= set(kinds):
         adamw, muon = (select(results, kind, best[kind]) for kind in ("adamw", "muon"))
@@ -166,25 +216,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--lr", default="6e-4,2e-3", help="learning rates of both, comma-separated")
     options = parser.parse_args()
-    on_cuda = str(torch.cuda.is_available()).lower()
-    with tempfile.TemporaryDirectory() as directory, fast_attention():
-        corpus = Path(directory) / "library.bin"
-        size = write_corpus(corpus)
-        overrides = [
-            *("model=125m", "data=files", f"data.sources.main.paths=[{corpus}]", "data.sources.main.dtype=uint16"),
-            *("model.vocab_size=256", "train.batch_size=16", "train.sequence_length=1024", "precision=bf16"),
-            *(f"train.num_steps={options.steps}", f"optim.warmup_steps={max(1, options.steps // 10)}"),
-            *("telemetry=plain", "checkpoint.ring.slots=0", f"parallel.compile={on_cuda}", *options.overrides),
-        ]
-        cfg = load(overrides)
-        tokens = cfg.train.batch_size * cfg.train.sequence_length
-        print(f"model {cfg.model.name}: {num_parameters(cfg.model) / 1e6:.1f}M parameters, {size / 2**20:.0f} MiB text")
-        print(f"{options.steps} steps of {tokens:,} tokens, {cfg.precision.kind}, {options.seeds} seeds", flush=True)
+    with prepare_runs(options.overrides, num_steps=options.steps, num_seeds=options.seeds) as setup:
         results = []
         for seed in range(options.seeds):
             for lr in map(float, options.lr.split(",")):
                 for optimizer in OptimizerKind:
-                    results.append(train(optimizer, lr, seed, overrides, RunDir(Path(directory))))
+                    results.append(train(optimizer, lr, seed, setup.overrides, setup.directory))
                     last = results[-1]
                     pace = f"{1e3 * last.step_s:.1f} ms a step"
                     print(f"seed {seed}: {last.name}: held-out {last.held_out:.4f}, {pace}", flush=True)

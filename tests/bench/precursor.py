@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from harness.build import Parts, build, build_meter
+from harness.build import Parts, build
 from harness.config.compose import load
 from harness.config.schema import Config
 from harness.core.events import Finding, FindingKind, StepRecord
@@ -40,12 +40,10 @@ from harness.distributed.world import connect, disconnect
 from harness.faults.fault_plan import Fault, FaultKind
 from harness.faults.injectors import make_injector
 from harness.faults.site import Site
-from harness.model.size import num_parameters
-from harness.precision.attention import fast_attention
 from harness.sentinel.detect.detectors import Detectors
 from harness.sentinel.device.step_report import HostFacts, unpack_report
 from harness.step import finish_step, forward_backward
-from tests.bench.clock import SETTLING_STEPS, WARMUP_STEPS, alternate
+from tests.bench.paired_steps import measure_paired
 from tests.bench.sentinel import SentinelSteps
 
 PARTS = ("drills", "clean", "cost")
@@ -219,31 +217,13 @@ def report_clean(num_runs: int, num_steps: int, overrides: Sequence[str]) -> Non
 def measure_cost(overrides: list[str], *, rounds: int, num_steps: int) -> None:
     """Blocks of probed and unprobed steps in one run, with one rank."""
     cfg = load([*overrides, "checkpoint.every_steps=0", "checkpoint.ring.slots=0", "sentinel.sdc.every=0"])
-    with fast_attention(), tempfile.TemporaryDirectory() as directory:
-        world, root = connect(cfg.parallel), RunDir(Path(directory))
-        with closing(build(cfg, world, root)) as parts:
-            state, meter = RunState(), build_meter(cfg, world)
-            sides = [
-                SentinelSteps(
-                    replace(cfg, sentinel=replace(cfg.sentinel, probe_every=every)),
-                    parts,
-                    state,
-                    root.checkpoints,
-                    meter,
-                )
-                for every in (1, 10**9)
-            ]
-            for side in sides:
-                side.run(WARMUP_STEPS - SETTLING_STEPS)
-            blocks = alternate([side.run for side in sides], rounds=rounds, num_steps=num_steps, device=world.device)
-        disconnect()
-    ratios = sorted(probed.step_s / plain.step_s for probed, plain in blocks)
-    ratio, plain_s = statistics.median(ratios), statistics.median(plain.step_s for _, plain in blocks)
-    size = f"{num_parameters(cfg.model) / 1e6:.1f}M, {cfg.train.batch_size} x {cfg.train.sequence_length} tokens"
-    print(f"cost: {cfg.model.name}, {size}, {cfg.precision.kind}, {world.device.type}")
-    print(f"  {rounds} rounds of {num_steps} steps; a step takes {plain_s * 1e3:.2f} ms")
-    print(f"  a probed step takes {ratio:.3f} times as long ({ratios[0]:.3f} to {ratios[-1]:.3f})")
-    print(f"  one probe in {cfg.sentinel.probe_every} steps: {(ratio - 1) / cfg.sentinel.probe_every:+.2%}")
+
+    def make_side(steps: SentinelSteps, is_probed: bool) -> SentinelSteps:
+        every = 1 if is_probed else 10**9
+        return replace(steps, cfg=replace(cfg, sentinel=replace(cfg.sentinel, probe_every=every)))
+
+    blocks = measure_paired(cfg, make_side, rounds=rounds, num_steps=num_steps)
+    print(blocks.render_cost("probe", "probed", every=cfg.sentinel.probe_every))
 
 
 def main() -> None:

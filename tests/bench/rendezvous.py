@@ -50,7 +50,8 @@ from harness.core.events import EndCause
 from harness.core.rundir import locate
 from launch.local.agent import StaticRendezvous
 from launch.local.file_limit import files_needed, raise_file_limit
-from launch.local.node_group import HEARTBEAT_S, LOOPBACK, POLL_S, Link, NodeFailure, RendezvousSpec
+from launch.local.node_group import HEARTBEAT_S, LOOPBACK, POLL_S, NodeFailure, RendezvousSpec
+from launch.local.node_link import Link
 from launch.local.ports import reserved_port
 from launch.local.rendezvous import connect_to_node_0, join_nodes
 from launch.local.restart import RestartHistory, agree_on_restart

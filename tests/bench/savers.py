@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save as save_sha
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from harness.build import Parts
-from harness.checkpoint import store
+from harness.checkpoint import saver, store
 from harness.config.schema import Config
 from harness.core.state import RunState
 from harness.distributed.shards import local
@@ -114,7 +114,7 @@ def begin_harness_save(writer: Executor, loop: Loop, path: Path) -> Save:
 
     def write() -> None:
         slot.wait()
-        store.write(path, slot.sharded, slot.state, world=loop.parts.world, rollback={})
+        saver.write(path, slot.sharded, slot.state, world=loop.parts.world, rollback={})
 
     return Save(writer.submit(write))
 

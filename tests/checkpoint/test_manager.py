@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from harness import train
-from harness.checkpoint import catalog, integrity, store
+from harness.checkpoint import catalog, integrity, saver
 from harness.checkpoint.catalog import Health
 from harness.checkpoint.manager import CheckpointManager
 from harness.checkpoint.ring import Ring
@@ -224,7 +224,7 @@ def three_good(directory: str) -> None:
     world = connect(load(["parallel.device=cpu"]).parallel)
     for step in (10, 20, 30):
         state = RunState(step=step, iteration=step)
-        path = store.write(Path(directory), {"model.weight": torch.zeros(3)}, state, world=world, rollback={}).path
+        path = saver.write(Path(directory), {"model.weight": torch.zeros(3)}, state, world=world, rollback={}).path
         catalog.mark(path, Health.good, "a test") if world.is_first else None
     disconnect()
 

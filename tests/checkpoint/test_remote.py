@@ -63,7 +63,7 @@ def settings() -> CheckpointConfig:
 
 
 def save(run: RunDir, step: int, *, num_files: int = 3) -> str:
-    """A checkpoint as `store.write` leaves it."""
+    """A checkpoint as `saver.write` leaves it."""
     name = catalog.name_of(step, 0)
     scratch = catalog.scratch_path(run.checkpoints, name)
     scratch.mkdir()

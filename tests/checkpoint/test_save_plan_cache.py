@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from harness.checkpoint import integrity, store
+from harness.checkpoint import integrity, saver, store
 from harness.core.state import RunState
 from harness.distributed.world import World, connect, disconnect
 from tests.composed import load
@@ -43,20 +43,20 @@ def save_in_turn(root: str, series: list[dict[str, Any]]) -> tuple[int, list[dic
     """Save several series of tensors with and without a cache; returns the number of plans with the cache, and the
     hashes of both."""
     world = connect(load(["parallel.device=cpu"]).parallel)
-    with patch("harness.checkpoint.store.save_shards", wraps=save) as counted:
-        kept = save_all(Path(root) / "kept", series, world, store.SavePlanCache())
+    with patch("harness.checkpoint.saver.save_shards", wraps=save) as counted:
+        kept = save_all(Path(root) / "kept", series, world, saver.SavePlanCache())
     uncached = save_all(Path(root) / "uncached", series, world, None)
     disconnect()
     return counted.call_count, kept, uncached
 
 
 def save_all(
-    root: Path, series: list[dict[str, Any]], world: World, plan_cache: store.SavePlanCache | None
+    root: Path, series: list[dict[str, Any]], world: World, plan_cache: saver.SavePlanCache | None
 ) -> list[dict[str, str]]:
     found = []
     for step, options in enumerate(series):
         now = tensors(world, step, **options)
-        path = store.write(root, now, RunState(step=step), world=world, rollback={}, plan_cache=plan_cache).path
+        path = saver.write(root, now, RunState(step=step), world=world, rollback={}, plan_cache=plan_cache).path
         found.append(files_of(path))
         back = {name: torch.zeros_like(tensor) for name, tensor in now.items()}
         store.load_first(root, [path.name], back, world=world)
@@ -87,11 +87,11 @@ def test_other_dtype_or_shape_makes_a_new_plan(ranks: Pool, tmp_path: Path) -> N
 def save_odd_one(root: str) -> tuple[int, str]:
     """Only rank 1 has other tensors than the cached plan; then a cached plan with wrong write results."""
     world = connect(load(["parallel.device=cpu"]).parallel)
-    plan_cache = store.SavePlanCache()
+    plan_cache = saver.SavePlanCache()
 
-    def write(step: int) -> store.Written:
+    def write(step: int) -> saver.Written:
         now = tensors(world, step)
-        return store.write(Path(root), now, RunState(step=step), world=world, rollback={}, plan_cache=plan_cache)
+        return saver.write(Path(root), now, RunState(step=step), world=world, rollback={}, plan_cache=plan_cache)
 
     write(0)
     if world.rank == 1:

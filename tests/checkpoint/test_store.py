@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.checkpoint import catalog, integrity, store
+from harness.checkpoint import catalog, integrity, saver, store
 from harness.checkpoint.integrity import OtherVersion
 from harness.checkpoint.io_retry import IoRetry
 from harness.checkpoint.tensor_index import METADATA_FILE
@@ -51,7 +51,7 @@ def write_many(root: str, steps: list[int]) -> list[str]:
     names = []
     for step in steps:
         state = RunState(step=step, cursor=step + 1)
-        names.append(store.write(Path(root), tensors(step), state, world=here, rollback=ROLLBACK).path.name)
+        names.append(saver.write(Path(root), tensors(step), state, world=here, rollback=ROLLBACK).path.name)
     disconnect()
     return names
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from harness.checkpoint import catalog, integrity, store, tensor_index
+from harness.checkpoint import catalog, integrity, saver, store, tensor_index
 from harness.checkpoint.catalog import Health, name_of
 from harness.checkpoint.integrity import MANIFEST, Damaged, OtherVersion
 from harness.checkpoint.io_retry import IoRetry
@@ -36,9 +36,9 @@ def tensors(value: float) -> dict[str, Tensor]:
     return {"model.weight": torch.full((4, 3), value), "device.step": torch.tensor(int(value))}
 
 
-def save(root: Path, world: World, step: int, plan_cache: store.SavePlanCache | None = None) -> Path:
+def save(root: Path, world: World, step: int, plan_cache: saver.SavePlanCache | None = None) -> Path:
     state = RunState(step=step, iteration=step + 1, tokens=10 * step)
-    return store.write(root, tensors(step), state, world=world, rollback={"steps": 7.0}, plan_cache=plan_cache).path
+    return saver.write(root, tensors(step), state, world=world, rollback={"steps": 7.0}, plan_cache=plan_cache).path
 
 
 class Outcome(NamedTuple):
@@ -64,7 +64,7 @@ def damage(path: Path, name: str = SHARD) -> None:
 
 
 def test_checkpoint_contains_tensors_and_state(tmp_path: Path, world: World) -> None:
-    written = store.write(
+    written = saver.write(
         tmp_path / "deep" / "root", tensors(5), RunState(step=5, tokens=50), world=world, rollback={"steps": 7.0}
     )
     manifest = integrity.verify(written.path)
@@ -91,7 +91,7 @@ def test_files_are_synced_before_the_checkpoint_is_published(
             forced.append((name, os.fstat(descriptor).st_size))
         fsync(descriptor)
 
-    plan_cache = store.SavePlanCache()
+    plan_cache = saver.SavePlanCache()
     save(tmp_path, world, 1, plan_cache)
     monkeypatch.setattr(os, "fsync", record)
     path = save(tmp_path, world, 2, plan_cache)
@@ -110,14 +110,14 @@ def counted_plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return save_shards(*arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "save_shards", count)
+        patch.setattr(saver, "save_shards", count)
         yield plans
 
 
 def test_plan_is_cached_while_the_layout_is_unchanged(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan_cache = store.SavePlanCache()
+    plan_cache = saver.SavePlanCache()
     with counted_plans(monkeypatch) as plans:
         for step in (1, 2, 3):
             save(tmp_path, world, step, plan_cache)
@@ -141,7 +141,7 @@ def test_plan_is_cached_while_the_layout_is_unchanged(
 )
 def test_plan_fits_only_its_signature(signature: list[Any], has_plan: bool, expected: bool) -> None:
     plan: Any = object() if has_plan else None
-    assert store.SavePlanCache(signature=["a"], plan=plan).fits(signature) is expected
+    assert saver.SavePlanCache(signature=["a"], plan=plan).fits(signature) is expected
 
 
 def test_the_signature_changes_with_everything_a_plan_depends_on(world: World) -> None:
@@ -157,16 +157,16 @@ def test_the_signature_changes_with_everything_a_plan_depends_on(world: World) -
         {"a": sharded(Shard(1))},
         {"a": sharded(Replicate())},
     ]
-    signatures = [store.signature_of(each) for each in kinds]
+    signatures = [saver.signature_of(each) for each in kinds]
     assert all(one != other for number, one in enumerate(signatures) for other in signatures[:number])
-    assert store.signature_of(kinds[4]) == store.signature_of({"a": sharded(Shard(0))})
+    assert saver.signature_of(kinds[4]) == saver.signature_of({"a": sharded(Shard(0))})
 
 
 @pytest.mark.parametrize("is_planned", [False, True])
 def test_failed_write_raises_one_line_and_leaves_nothing(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch, is_planned: bool
 ) -> None:
-    plan_cache = store.SavePlanCache()
+    plan_cache = saver.SavePlanCache()
     if is_planned:
         save(tmp_path, world, 1, plan_cache)
     before = tree(tmp_path)
@@ -186,7 +186,7 @@ def test_failed_write_raises_one_line_and_leaves_nothing(
 
 def test_the_first_rank_that_failed_is_named() -> None:
     failures: Any = {3: (OSError("c"), None), 1: (OSError("a"), None), 2: (OSError("b"), None)}
-    assert store._first_failure(CheckpointException("write", failures)) == "rank 1: a"
+    assert saver._first_failure(CheckpointException("write", failures)) == "rank 1: a"
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_a_full_disk_is_named(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=free_bytes)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    assert store._explain_write_error(reason, tmp_path) == expected
+    assert saver._explain_write_error(reason, tmp_path) == expected
 
 
 def test_a_checkpoint_replaces_only_a_tainted_one_of_its_name(tmp_path: Path, world: World) -> None:

@@ -17,9 +17,10 @@ from harness.config import compose
 from harness.config.errors import ConfigError
 from harness.core import rundir
 from harness.core.credentials import holds_credentials, move_credentials_to_environment, without_credentials
+from harness.core.processes import last_line
 from harness.core.rundir import RunDir
 from harness.telemetry.sinks.mlflow_progress import MlflowProgress, load_progress
-from harness.telemetry.sinks.sink_process import SINK_LOG, SinkProcess, last_line
+from harness.telemetry.sinks.sink_process import SINK_LOG, SinkProcess
 from harness.telemetry.sinks.store_uri import absolute_uri, connection_uri
 from tests.distributed import cases
 from tests.forks import Launched

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from harness.data.batch import IGNORED, Batch
 from harness.data.batch_facts import comparison_stride, fingerprint
-from harness.data.batches import Batches, Share, Source
+from harness.data.batch_plan import Source
+from harness.data.batches import Batches, Share
 from harness.data.corpus.corpora import EmbeddedCorpus
 from harness.data.corpus.corpus import Corpus, SampleOrigin, Tokens
 from harness.data.order.ledger import Ledger

@@ -54,7 +54,7 @@ def test_blocks_of_the_next_batches_are_fetched_in_advance(tmp_path: Path) -> No
     wanted = [blocks_of(train, index) for index in range(AHEAD + 1)]
     assert not wanted[AHEAD] <= before, "opening the corpus reads only probes"
     batch = train[0]
-    train._fetcher.shutdown(wait=True)
+    train._fetcher._thread.shutdown(wait=True)
     assert present(tmp_path / "cache") == before | set().union(*wanted)
     assert batch.inputs.tolist() == train.rows(0)[:, :-1].tolist()
     starts = train.samples(0)[1] * LENGTH

@@ -121,10 +121,10 @@ PHASES = (
         range(1, 4),
         range(1, 4),
     ),
-    Candidate(Place("staging", "harness.checkpoint.store:write"), AROUND, BOTH, SAVES),
+    Candidate(Place("staging", "harness.checkpoint.saver:write"), AROUND, BOTH, SAVES),
     Candidate(Place("shards", f"{WRITER}.write_data", kill_in_fsync), INSIDE, BOTH, SAVES),
     Candidate(Place("metadata", f"{WRITER}.finish", kill_in_fsync), INSIDE, (0,)),
-    Candidate(Place("kept metadata", "harness.checkpoint.store:write_metadata", kill_in_fsync), INSIDE, (0,)),
+    Candidate(Place("kept metadata", "harness.checkpoint.saver:write_metadata", kill_in_fsync), INSIDE, (0,)),
     Candidate(
         Place("manifest", "harness.checkpoint.integrity:write_checkpoint_manifest", kill_in_fsync), INSIDE, (0,), SAVES
     ),

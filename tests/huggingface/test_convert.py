@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from harness.checkpoint import catalog, integrity, store
+from harness.checkpoint import catalog, integrity, saver, store
 from harness.checkpoint.catalog import Health
 from harness.config import compose
 from harness.config.errors import ConfigError
@@ -80,7 +80,7 @@ def make_run(path: Path, *overrides: str, steps: tuple[int, ...] = (5,)) -> tupl
         for step in steps:
             model = make_model(cfg, seed=step)
             tensors = convert.initial_tensors({name: weight.detach() for name, weight in model.named_parameters()})
-            store.write(run.checkpoints, tensors, RunState(step=step), world=world, rollback={})
+            saver.write(run.checkpoints, tensors, RunState(step=step), world=world, rollback={})
     finally:
         disconnect()
     return run, cfg, model

@@ -72,6 +72,7 @@ TESTS = {
     "harness/core/memory_limits.py": ("tests/core/test_memory_limits.py",),
     "harness/checkpoint/io_retry.py": ("tests/checkpoint/test_io_retry.py",),
     "harness/checkpoint/ring.py": ("tests/checkpoint/test_ring_in_process.py",),
+    "harness/checkpoint/saver.py": ("tests/checkpoint/test_store_in_process.py",),
     "harness/checkpoint/store.py": ("tests/checkpoint/test_store_in_process.py",),
     "harness/data/order/order.py": ("tests/data/order/test_order.py", "tests/data/order/test_golden_orders.py"),
     "harness/data/order/mixture.py": ("tests/data/order/test_mixture.py", "tests/data/order/test_golden_orders.py"),

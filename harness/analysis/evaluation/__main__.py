@@ -9,13 +9,9 @@ one JSON object a line. Everything else that is printed goes to standard error.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
-import select
 import shutil
-import signal
 import sys
-import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,11 +20,12 @@ from typing import IO
 from harness.config import compose
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError
 from harness.config.schema import Config
+from harness.core.child_process import die_with, ignore_trainer_signals, lower_priority, wait_for_trainer
 from harness.core.events import to_json
 from harness.core.rundir import RunDir
+from harness.core.stderr_lines import log_with_time
 
 POLL_S = 2.0
-PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,14 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     events = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # libraries print to standard output
     if options.trainer is not None:
-        for number in (signal.SIGINT, signal.SIGUSR1):  # meant for the trainer, but sent to all processes of the job
-            signal.signal(number, signal.SIG_IGN)
-        os.nice(10)
-        end_with_parent()
+        ignore_trainer_signals()
+        lower_priority()
+        die_with(options.trainer)  # a restarted trainer starts its own evaluation process, on the same device
     try:
         return evaluate_until_end(run, compose.read(run.config), events, trainer=options.trainer)
     except ConfigError as error:
-        log_evaluation(str(error))
+        log_with_time(str(error))
         return EXIT_BAD_CONFIG
 
 
@@ -62,7 +58,7 @@ def evaluate_until_end(run: RunDir, cfg: Config, events: IO[str], *, trainer: in
         shutil.rmtree(left, ignore_errors=True)
     given_up: set[str] = set()
     while True:
-        is_last = trainer is None or bool(select.select([sys.stdin], [], [], 0)[0])
+        is_last = trainer is None or wait_for_trainer(0)
         if trainer is not None and os.getppid() != trainer:
             return EXIT_DONE
         due = choose_due(run, cfg.eval, is_last=is_last, given_up=given_up)
@@ -70,27 +66,17 @@ def evaluate_until_end(run: RunDir, cfg: Config, events: IO[str], *, trainer: in
             try:
                 for event in evaluate_checkpoint(run, due, cfg):
                     print(to_json(event), file=events, flush=True)
-                log_evaluation(f"{due.name}: evaluated")
+                log_with_time(f"{due.name}: evaluated")
             except ConfigError:
                 raise
             except Exception as error:  # deleted meanwhile, a dataset that cannot be loaded, a failure of the library
                 traceback.print_exc()
-                log_evaluation(f"{due.name}: not evaluated: {' '.join(str(error).split())[:300]}")
+                log_with_time(f"{due.name}: not evaluated: {' '.join(str(error).split())[:300]}")
             given_up.add(due.name)
         elif is_last:
             return EXIT_DONE
         else:
-            select.select([sys.stdin], [], [], POLL_S)
-
-
-def end_with_parent() -> None:
-    """Have the kernel kill this process when the trainer is gone: a restarted trainer starts its own, on the same
-    device."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def log_evaluation(line: str) -> None:
-    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}", file=sys.stderr, flush=True)
+            wait_for_trainer(POLL_S)
 
 
 if __name__ == "__main__":

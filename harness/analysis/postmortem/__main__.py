@@ -7,7 +7,6 @@ It runs at low priority. On an error its last line is the message, and the run r
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,9 +15,8 @@ from harness.analysis.postmortem.gather import find_incident, read_non_step_even
 from harness.analysis.postmortem.write import write_folder
 from harness.analysis.replay.after_run import replay_after_run
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError
+from harness.core.child_process import lower_priority
 from harness.core.rundir import RunDir
-
-NICENESS = 10
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--incident", type=int, required=True, metavar="N", help="number of the incident; 0: remarks")
     parser.add_argument("--replay-within", type=float, metavar="SECONDS", help="replay the guilty step first")
     args = parser.parse_args(argv)
-    os.nice(NICENESS)
+    lower_priority()
     run = RunDir(args.run)
     try:
         chosen = [find_incident(run, args.incident)] if args.incident else remarks(read_non_step_events(run.events))

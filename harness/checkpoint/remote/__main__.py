@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import select
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -21,8 +19,10 @@ from harness.checkpoint.remote.uploader import Uploader
 from harness.config import compose
 from harness.config.checkpoint import CheckpointConfig
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError
+from harness.core.child_process import ignore_trainer_signals, is_run_over, lower_priority, wait_for_trainer
 from harness.core.locking.file_lock import exclusive
 from harness.core.rundir import RunDir
+from harness.core.stderr_lines import log_with_time
 
 POLL_S = 1.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
@@ -38,15 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     run = RunDir(options.run_dir.absolute())
     if options.trainer is not None:
-        for number in (signal.SIGINT, signal.SIGUSR1):  # meant for the trainer, but sent to all processes of the job
-            signal.signal(number, signal.SIG_IGN)
-        os.nice(10)
+        ignore_trainer_signals()
+        lower_priority()
     try:
         cfg = compose.read(run.config).checkpoint
         with exclusive(run.path / LOCK, keep_trying=lambda: True):
             return upload_until_end(run, cfg, trainer=options.trainer)
     except ConfigError as error:
-        log_upload(str(error))
+        log_with_time(str(error))
         return EXIT_BAD_CONFIG
 
 
@@ -62,42 +61,33 @@ def upload_until_end(run: RunDir, cfg: CheckpointConfig, *, trainer: int | None)
     uploader: Uploader | None = None
     pause_s, failed, gone_s = FIRST_PAUSE_S, "", None
     while True:
-        is_last = trainer is None or has_ended(trainer)
+        is_last = trainer is None or is_run_over(trainer)
         if is_last and gone_s is None:
             gone_s = time.monotonic()
         try:
             uploader = uploader or Uploader(run, remote, cfg)
             for line in uploader.upload_due(last=is_last):
-                log_upload(line)
+                log_with_time(line)
             if failed:
-                log_upload("the store answers again; everything was uploaded")
+                log_with_time("the store answers again; everything was uploaded")
             failed, pause_s = "", FIRST_PAUSE_S
             if is_last:
                 return EXIT_DONE
         except OSError as error:
             problem = str(error) if isinstance(error, StorageError) else f"{error.filename}: {error.strerror}"
-            log_upload(problem if problem != failed else f"still: {problem}")
+            log_with_time(problem if problem != failed else f"still: {problem}")
             failed, pause_s = problem, min(2 * pause_s, LONGEST_PAUSE_S)
         if gone_s is not None and time.monotonic() - gone_s > cfg.remote.exit_wait_s:
             return EXIT_INTERRUPTED
         _sleep(pause_s if failed else POLL_S, trainer)
 
 
-def log_upload(line: str) -> None:
-    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}", file=sys.stderr, flush=True)
-
-
-def has_ended(trainer: int) -> bool:
-    """Whether the trainer, the parent of this process, is gone or has closed the pipe to it: the run is over."""
-    return os.getppid() != trainer or bool(select.select([sys.stdin], [], [], 0)[0])
-
-
 def _sleep(seconds: float, trainer: int | None) -> None:
     """Sleep; wakes up early when the trainer ends."""
-    if trainer is None or has_ended(trainer):
+    if trainer is None or is_run_over(trainer):
         time.sleep(seconds)
     else:
-        select.select([sys.stdin], [], [], seconds)
+        wait_for_trainer(seconds)
 
 
 if __name__ == "__main__":

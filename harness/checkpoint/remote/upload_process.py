@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from harness.config.checkpoint import CheckpointRemoteConfig
 from harness.core import processes
+from harness.core.processes import last_line
 from harness.core.rundir import RunDir
+from harness.core.stderr_lines import print_warning
 
 UPLOAD_MODULE = "harness.checkpoint.remote"
 UPLOAD_LOG = "upload.log"
-TERMINATE_WAIT_S = 5.0
 
 
 @contextmanager
@@ -36,20 +35,11 @@ def uploading(run: RunDir, cfg: CheckpointRemoteConfig, *, is_first: bool) -> It
 
 def start_upload(run: RunDir) -> subprocess.Popen[bytes] | None:
     """Start the process; if that fails, only a warning is printed."""
-    log = run.logs / UPLOAD_LOG
+    args = (str(run.path), "--trainer", str(os.getpid()))
     try:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as output:
-            return subprocess.Popen(
-                processes.command(UPLOAD_MODULE, str(run.path), "--trainer", str(os.getpid())),
-                env=processes.child_environment(),
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+        return processes.start_logged(UPLOAD_MODULE, *args, log=run.logs / UPLOAD_LOG, stdin=subprocess.PIPE)
     except OSError as error:
-        _warn(f"cannot start the upload process: {error}")
+        print_warning(f"cannot start the upload process: {error}")
         return None
 
 
@@ -57,29 +47,8 @@ def finish_upload(process: subprocess.Popen[bytes], run: RunDir, *, wait_s: floa
     """Let the process upload the rest and wait for it; False if something is not in the store."""
     assert process.stdin is not None
     process.stdin.close()
-    try:
-        is_done = process.wait(timeout=wait_s) == 0
-    except subprocess.TimeoutExpired:
-        is_done = False
-        process.terminate()
-        try:
-            process.wait(timeout=TERMINATE_WAIT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    is_done = processes.wait_or_end(process, wait_s=wait_s, grace_s=processes.GRACE_S)
     if not is_done:
-        last = _last_line(run.logs / UPLOAD_LOG)
-        _warn(f"some checkpoints were not uploaded ({last}); `harness checkpoint upload {run.path}` uploads the rest")
+        rest = f"`harness checkpoint upload {run.path}` uploads the rest"
+        print_warning(f"some checkpoints were not uploaded ({last_line(run.logs / UPLOAD_LOG)}); {rest}")
     return is_done
-
-
-def _last_line(path: Path) -> str:
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    except OSError:
-        return ""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
-
-
-def _warn(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr, flush=True)

@@ -3,62 +3,34 @@
 Why: decisions must follow from the log only. After a restart the state is rebuilt from the actions that were really
 taken, not from those that today's config would choose.
 How: only `on_record`, `on_action`, `on_outcome`, `on_trial_measured`, `on_held_out_measured` and `resume` change it.
-`on_record` also derives the response to the record: from the table in `harness.sentinel.policy.responses`, and from
-what was found and done before at the same place.
+`on_record` also derives the response to the record (`harness.sentinel.policy.record_responses`).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self, final
 
-from harness.config.sentinel import AllowedActions, PolicyConfig
-from harness.core.events import (
-    Action,
-    ActionKind,
-    Finding,
-    FindingKind,
-    HeldOutMeasured,
-    Outcome,
-    PrecursorSignal,
-    ReducedRecord,
-    TrialMeasured,
-)
+from harness.config.sentinel import PolicyConfig
+from harness.core.events import Action, ActionKind, Finding, HeldOutMeasured, Outcome, ReducedRecord, TrialMeasured
 from harness.sentinel.policy.budgets import Budgets
 from harness.sentinel.policy.held_out_level import HeldOutLevel, is_at_level
+from harness.sentinel.policy.incident_table import IncidentTable
 from harness.sentinel.policy.lineage import Lineage
-from harness.sentinel.policy.open_incident import (
-    CAUSES,
-    WARNING_SIGNS,
-    ClosedIncident,
-    IncidentVerdict,
-    OpenIncident,
-    Rung,
-)
+from harness.sentinel.policy.open_incident import ClosedIncident, IncidentVerdict, OpenIncident, Rung
 from harness.sentinel.policy.precision_fallback import PrecisionFallback
-from harness.sentinel.policy.responses import (
-    BATCH_FINDINGS,
-    FIRST_RUNG,
-    Rejections,
-    Response,
-    has_broken_weights,
-    has_excessive_gradient,
-    has_finite_update,
-    is_corrupted,
-)
+from harness.sentinel.policy.record_responses import BROKEN_BATCHES, RecordResponder, add_rejection, only_watches
+from harness.sentinel.policy.responses import Rejections, Response
 from harness.sentinel.policy.suspect_sources import SuspectSources
 from harness.sentinel.policy.trial_choice import OpenTrial, TrialCandidate
 
 RESTORES = (ActionKind.rewind, ActionKind.rollback)
 UNBUDGETED = (ActionKind.watch, ActionKind.accept, ActionKind.qk_clip, ActionKind.halt)
 """Actions without a budget."""
-BROKEN_BATCHES = "the held-out loss is at its expected level but the gradients are far too large: the batches are bad"
 
 PLAIN_FIELDS = (
-    "num_incidents",
     "progress",
     "is_awaiting",
     "checking",
@@ -78,13 +50,11 @@ PLAIN_FIELDS = (
 class PolicyState:
     cfg: PolicyConfig
     budgets: Budgets
+    incidents: IncidentTable
     lineage: Lineage = field(default_factory=Lineage)
     suspects: SuspectSources = field(default_factory=SuspectSources)
     fallback: PrecisionFallback = field(default_factory=PrecisionFallback)
     held_out: HeldOutLevel = field(default_factory=HeldOutLevel)
-    open_incidents: list[OpenIncident] = field(default_factory=list)
-    """Oldest first."""
-    num_incidents: int = 0
     progress: int = 0
     """Net progress: the highest step the run ever reached."""
     rejections: Rejections = field(default_factory=Rejections)
@@ -114,16 +84,14 @@ class PolicyState:
     kept, and makes the trial fail."""
     remedy: tuple[int, TrialCandidate] | None = None
     """The incident and the winner of the trial whose outcome came last."""
-    closed: list[ClosedIncident] = field(default_factory=list)
-    """Incidents closed by the last record or outcome."""
 
     @classmethod
     def new(cls, cfg: PolicyConfig) -> Self:
-        return cls(cfg=cfg, budgets=Budgets(cfg.budgets, cfg.window_steps))
+        return cls(cfg=cfg, budgets=Budgets(cfg.budgets, cfg.window_steps), incidents=IncidentTable(cfg=cfg))
 
     def on_record(self, record: ReducedRecord, findings: Sequence[Finding]) -> None:
         """Process one iteration with its findings: update the open incidents and derive the response."""
-        self.closed = []
+        self.incidents.closed = []
         if self.is_halted or self.is_awaiting:
             return
         if self.checking is not None:
@@ -134,17 +102,17 @@ class PolicyState:
         self.in_fp8 = record.in_fp8 is True
         self.lineage.add(record)
         self.progress = max(self.progress, record.step)
-        causes_first = sorted(findings, key=lambda finding: finding.kind not in CAUSES)
-        to_fp8_range = [*self._respond_to_fp8_range(record, findings)]
-        to_update = [*self._respond_to_update(record)]
-        to_findings = [*self._respond_to_findings(record, causes_first)]
-        if self.only_watches:
-            is_nonfinite = record.refused and not has_finite_update(record)
-            to_update = _limit(to_update, Rung.skip if is_nonfinite else Rung.watch)
-            to_fp8_range, to_findings = _limit(to_fp8_range, Rung.watch), _limit(to_findings, Rung.watch)
-        responses = [*to_fp8_range, *to_update, *to_findings]
-        responses += [*self._respond_to_watches(record, responses)]
-        self._close_passed(record.step)
+        responder = RecordResponder(
+            cfg=self.cfg,
+            incidents=self.incidents,
+            lineage=self.lineage,
+            suspects=self.suspects,
+            rejections=self.rejections,
+            clips_logits=self.clips_logits,
+        )
+        responses = responder.respond(record, findings)
+        self.cure_for = responder.cure_for
+        self.incidents.close_passed(record.step)
         if not self.open_incidents and not record.refused:
             self.suspects.on_clean_record(record)
         self.response = max(responses, key=lambda response: response.rung, default=response_before)
@@ -196,7 +164,7 @@ class PolicyState:
 
     def on_outcome(self, outcome: Outcome) -> None:
         """Process the outcome of an action."""
-        self.closed = []
+        self.incidents.closed = []
         incident = self.find_incident(outcome.incident)
         if outcome.kind is ActionKind.check:
             self.checking = None
@@ -234,23 +202,32 @@ class PolicyState:
     def resume(self, iteration: int, step: int) -> None:
         """Process a restart of the run. A restart after a halt is an operator's: incidents and budget window reset."""
         if self.is_halted:
-            self.open_incidents = []
+            self.incidents.opened = []
             self.budgets.reset_window()
         self.is_halted = self.is_awaiting = False
         self.response = self.cure_for = self.accept_for = self.checking = self.trial = self.remedy = None
         self.rejections = Rejections()
         self.lineage.restart_at(iteration, step)
         self.held_out.drop_after(step)
-        for incident in self.open_incidents:
-            incident.refused, incident.pending, incident.num_excessive = [], [], 0
+        self.incidents.forget_rejections()
+
+    @property
+    def open_incidents(self) -> list[OpenIncident]:
+        """Oldest first."""
+        return self.incidents.opened
+
+    @property
+    def closed(self) -> list[ClosedIncident]:
+        """Incidents closed by the last record or outcome."""
+        return self.incidents.closed
 
     def find_incident(self, number: int) -> OpenIncident | None:
-        return next((incident for incident in self.open_incidents if incident.number == number), None)
+        return self.incidents.find(number)
 
     @property
     def only_watches(self) -> bool:
         """Whether the config allows no action but watch, and skip for non-finite updates."""
-        return self.cfg.actions == AllowedActions.nonfinite_only
+        return only_watches(self.cfg)
 
     @property
     def guilty_source(self) -> str | None:
@@ -262,11 +239,8 @@ class PolicyState:
         self.held_out.drop_after(outcome.step)
         self.response = None
         self.rejections = Rejections()
-        for each in self.open_incidents:
-            each.refused, each.pending, each.num_excessive = [], [], 0
-        undone = [other for other in self.open_incidents if not other.is_treated and other.onset_step > outcome.step]
-        for other in undone:
-            self._close(other, IncidentVerdict.undone)
+        self.incidents.forget_rejections()
+        self.incidents.close_undone(outcome.step)
         if incident is not None:
             incident.is_restored = incident.is_finite = True
             incident.trial_step = incident.onset_step
@@ -281,18 +255,8 @@ class PolicyState:
         self.progress = max(self.progress, record.step)
         incident = None if self.checking is None else self.find_incident(self.checking)
         if self.rejections.add(record) and incident is not None:
-            self._add_rejected(incident, record)
+            add_rejection(incident, record, self.lineage)
             incident.pending.append(record.cursor)
-
-    def _add_rejected(self, incident: OpenIncident, record: ReducedRecord) -> None:
-        if has_finite_update(record):
-            is_excessive = has_excessive_gradient(record, self.lineage.grad_level())
-            incident.add_rejected(
-                cursor=record.cursor, loss=record.loss, grad_norm=record.grad_norm, is_excessive=is_excessive
-            )
-        else:
-            incident.is_finite = False
-            incident.is_divergent = incident.is_divergent or not math.isfinite(record.loss)
 
     def _on_check_outcome(self, incident: OpenIncident, outcome: Outcome) -> None:
         """Evaluate the held-out loss. Healthy: keep the state, and accept the data unless the batches are bad. Damaged:
@@ -318,7 +282,7 @@ class PolicyState:
         self.budgets.refund(ActionKind.skip, num=len(incident.refused), progress=self.progress)
         self.suspects.clear_blame()
         self.rejections = Rejections()
-        self._close(incident, IncidentVerdict.accepted)
+        self.incidents.close(incident, IncidentVerdict.accepted)
 
     def _on_restore_failed(self, incident: OpenIncident, kind: ActionKind) -> None:
         """No state could be restored: climb a rung; on the last one, drop the margin before the onset."""
@@ -329,127 +293,6 @@ class PolicyState:
         else:
             incident.without_margin = True
             incident.rung = Rung.wide if incident.rung == Rung.rollback else Rung.rollback
-
-    def _respond_to_fp8_range(self, record: ReducedRecord, findings: Iterable[Finding]) -> Iterator[Response]:
-        """Respond to fp8_range before anything else in the record: it is the cause of the rest."""
-        for finding in [finding for finding in findings if finding.kind is FindingKind.fp8_range]:
-            incident = self._find_or_open(finding.kind, record, onset=min(finding.onset, record.iteration))
-            incident.unfit, self.cure_for = finding.message, incident.number
-            if not incident.is_treated:
-                yield Response(Rung.rewind if incident.shows_damage else Rung.watch, incident.number, finding.message)
-
-    def _respond_to_update(self, record: ReducedRecord) -> Iterator[Response]:
-        """Respond to a rejected update or non-finite weights, independently of the detectors."""
-        if is_corrupted(record):
-            incident = self._find_or_open(FindingKind.corruption, record, onset=record.iteration)
-            reason = f"the update of batch {record.cursor} was rejected: {record.corrupted} was computed wrong"
-            yield Response(Rung.skip, incident.number, f"{reason}; the batch is consumed again", gives_back=True)
-            return
-        is_rejection = self.rejections.add(record)
-        first = self.rejections.since if self.rejections.num_in_row else record.iteration
-        if has_broken_weights(record):
-            incident = self._find_or_open("nonfinite weights", record, onset=first - 1)
-            yield Response(Rung.rollback, incident.number, "the weights are not finite")
-        elif is_rejection and self.rejections.num_in_row >= self.cfg.refused_in_row:
-            incident = self._find_or_open("refusals", record, onset=first)
-            self._add_rejected(incident, record)
-            reason = f"{self.rejections.num_in_row} updates rejected in a row: the state is damaged, not the batches"
-            if incident.has_only_rejections and incident.is_healthy and has_finite_update(record):
-                yield Response(Rung.skip, incident.number, BROKEN_BATCHES)
-            elif incident.has_only_rejections and incident.target_step is not None and has_finite_update(record):
-                reason = f"the update of batch {record.cursor} was rejected again after a restore"
-                yield Response(Rung.skip, incident.number, reason, check_first=True)
-            else:
-                yield Response(Rung.rewind, incident.number, reason)
-        elif is_rejection:
-            incident = self._find_or_open("refusal", record, onset=record.iteration)
-            self._add_rejected(incident, record)
-            rung = Rung.skip if incident.blames_data else Rung.rewind
-            is_often = len(incident.refused) >= self.cfg.refused_in_row and incident.looks_like_data
-            check_first = has_finite_update(record) and (is_often or record.in_planned_change)
-            yield Response(rung, incident.number, f"the update of batch {record.cursor} was rejected", check_first)
-
-    def _respond_to_findings(self, record: ReducedRecord, findings: Iterable[Finding]) -> Iterator[Response]:
-        for finding in findings:
-            rung = FIRST_RUNG.get(finding.kind)
-            if rung is None or (record.refused and finding.kind in BATCH_FINDINGS):
-                continue
-            is_drift = finding.kind in (FindingKind.weight_drift, FindingKind.precursor)
-            onset = record.iteration if is_drift else min(finding.onset, record.iteration)
-            incident = self._find_or_open(finding.kind, record, onset=onset, cursors=finding.cursors)
-            if incident.is_treated and finding.kind is FindingKind.corrupting_rank:
-                rung = Rung.halt  # the rank is still in the run
-            elif incident.is_treated and rung is not Rung.halt:
-                rung = Rung.none if finding.kind in WARNING_SIGNS else Rung.rewind
-            elif finding.kind is FindingKind.loss_spike and incident.has_cause:
-                rung = Rung.rewind
-            elif finding.kind is FindingKind.level_shift and not incident.is_tolerable(
-                self.lineage, record.iteration, cfg=self.cfg
-            ):
-                rung = Rung.rollback
-            reason = finding.message
-            if rung is Rung.halt and finding.kind is FindingKind.corrupting_rank:
-                reason = f"{reason}, also after a restore: restart without its machine"
-            if rung is not Rung.none:
-                is_spike = finding.kind is FindingKind.loss_spike
-                clips_logits = finding.signal == PrecursorSignal.attention_logit and not self.clips_logits
-                yield Response(rung, incident.number, reason, check_first=is_spike, clips_logits=clips_logits)
-
-    def _respond_to_watches(self, record: ReducedRecord, others: Sequence[Response]) -> Iterator[Response]:
-        """Evaluate the watched incidents to which the record has no stronger response. An incident with a finding in
-        this record is not closed: the response to the finding would be lost with it."""
-        answered = {response.incident for response in others if response.rung > Rung.watch}
-        has_finding = {response.incident for response in others}
-        watched = [each for each in self.open_incidents if each.is_watched and each.number not in answered]
-        for incident in watched:
-            first = incident.kinds[0]
-            match incident.evaluate_watch(self.lineage, record.iteration, cfg=self.cfg):
-                case None:
-                    continue
-                case IncidentVerdict.stuck | IncidentVerdict.lingering as verdict if self.only_watches:
-                    if record.iteration >= incident.watched_until:
-                        self._close(incident, verdict)
-                case IncidentVerdict.stuck:
-                    yield Response(Rung.rewind, incident.number, f"the loss does not recover by itself after {first}")
-                case IncidentVerdict.lingering:
-                    yield Response(Rung.rollback, incident.number, f"the loss stays high after {first}")
-                case verdict if incident.number not in has_finding:
-                    self._close(incident, verdict)
-
-    def _find_or_open(
-        self, kind: str, record: ReducedRecord, *, onset: int, cursors: Sequence[int] = ()
-    ) -> OpenIncident:
-        """Add a finding to the open incident near its onset, or open a new one."""
-        onset = max(onset, 0)
-        there = self.lineage.last_seen(onset)
-        onset_step = max(record.step - (record.iteration - onset), 0) if there is None else there.step
-        newest_first = reversed(self.open_incidents)
-        incident = next((each for each in newest_first if self._is_near(each, onset_step, record.step)), None)
-        if incident is None:
-            self.num_incidents += 1
-            incident = OpenIncident(number=self.num_incidents, onset=onset, onset_step=onset_step, end_step=record.step)
-            self.open_incidents.append(incident)
-        incident.add_finding(kind, onset=onset, onset_step=onset_step, step=record.step, cursors=cursors)
-        if incident.onset == onset:
-            normal = self.lineage.normal_before(onset)
-            incident.level, incident.sigma = (None, 0.0) if normal is None else normal
-        if onset == record.iteration:
-            incident.source = self.suspects.source_of(record)
-        return incident
-
-    def _is_near(self, incident: OpenIncident, first_step: int, last_step: int) -> bool:
-        region = self.cfg.region_steps
-        return incident.onset_step - region <= last_step and first_step <= incident.end_step + region
-
-    def _close_passed(self, step: int) -> None:
-        for incident in [incident for incident in self.open_incidents if not incident.is_watched]:
-            if step >= incident.end_step + self.cfg.clean_steps:
-                self._close(incident, IncidentVerdict.cured)
-
-    def _close(self, incident: OpenIncident, verdict: IncidentVerdict) -> None:
-        self.open_incidents.remove(incident)
-        is_spike = verdict not in (IncidentVerdict.harmless, IncidentVerdict.accepted)
-        self.closed.append(ClosedIncident(incident.number, verdict, incident.spike_type if is_spike else None))
 
     def state(self) -> dict[str, Any]:
         """Plain data that JSON can hold. The keys are part of the checkpoint format and keep their old names."""
@@ -463,30 +306,25 @@ class PolicyState:
             "cases": [incident.state() for incident in self.open_incidents],
             "demand": None if self.response is None else list(self.response),
             "trial": None if self.trial is None else asdict(self.trial),
-            "numbers": {name: getattr(self, name) for name in PLAIN_FIELDS},
+            "numbers": {"num_incidents": self.incidents.num_incidents}
+            | {name: getattr(self, name) for name in PLAIN_FIELDS},
         }
 
     @classmethod
     def restore(cls, cfg: PolicyConfig, state: dict[str, Any]) -> Self:
-        response, trial = state["demand"], state.get("trial")
+        response, trial, numbers = state["demand"], state.get("trial"), dict(state["numbers"])
+        opened = [OpenIncident.restore(incident) for incident in state["cases"]]
+        incidents = IncidentTable(cfg=cfg, opened=opened, num_incidents=numbers.pop("num_incidents"))
         return cls(
             cfg=cfg,
             budgets=Budgets.restore(cfg.budgets, cfg.window_steps, state["budgets"]),
+            incidents=incidents,
             lineage=Lineage.restore(state["branch"]),
             suspects=SuspectSources.restore(state["suspects"]),
             fallback=PrecisionFallback.restore(state.get("fallback", {})),
             held_out=HeldOutLevel.restore(state.get("health", [])),
             rejections=Rejections(**state["refusals"]),
-            open_incidents=[OpenIncident.restore(incident) for incident in state["cases"]],
             response=None if response is None else Response(Rung(response[0]), *response[1:]),
             trial=None if trial is None else OpenTrial(**deepcopy(trial)),
-            **state["numbers"],
+            **numbers,
         )
-
-
-def _limit(responses: Iterable[Response], highest: Rung) -> list[Response]:
-    """The responses without a held-out check and with at most this rung."""
-    return [
-        response._replace(rung=min(response.rung, highest), check_first=False, clips_logits=False)
-        for response in responses
-    ]

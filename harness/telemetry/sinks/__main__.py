@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from harness.config.errors import EXIT_BAD_CONFIG
+from harness.core.child_process import ignore_trainer_signals
 from harness.core.locking.lease_holder import start_of
 from harness.core.rundir import RunDir
 from harness.telemetry.sinks import parent_run
@@ -48,8 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_BAD_CONFIG
     trainer = None
     if options.log_bytes is not None:
-        for number in (signal.SIGINT, signal.SIGUSR1):  # meant for the trainer, but sent to all processes of the job
-            signal.signal(number, signal.SIG_IGN)
+        ignore_trainer_signals()
         launcher = options.launcher or 0
         trainer = Trainer(
             options.trainer or GONE,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-import time
-
 from harness.core.credentials import without_credentials
+from harness.core.stderr_lines import log_with_time
 
 EXIT_NOT_SENT = 1
 """Exit code of the sink process if a target did not accept everything."""
@@ -13,7 +11,7 @@ EXIT_NOT_SENT = 1
 
 def log(message: str) -> None:
     """Print a line with its time, without the credentials of URIs in it."""
-    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {without_credentials(message)}", file=sys.stderr, flush=True)
+    log_with_time(without_credentials(message))
 
 
 def first_line(error: Exception) -> str:

@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self, final
 
 from harness.config.telemetry import TelemetryConfig
 from harness.core import processes
+from harness.core.processes import last_line
 from harness.core.rundir import RunDir
+from harness.core.stderr_lines import print_warning
 from harness.telemetry.event_log import log_size
 from harness.telemetry.sinks.sink import SinkKind
 
 SINK_MODULE = "harness.telemetry.sinks"
 SINK_LOG = "sinks.log"
-TERMINATE_WAIT_S = 5.0
 
 
 @final
@@ -42,32 +42,18 @@ class SinkProcess:
         pids = ["--trainer", str(os.getpid()), "--launcher", str(os.getppid())]
         args = [str(run.path), *pids, "--log-bytes", str(log_bytes)]
         try:
-            log.parent.mkdir(parents=True, exist_ok=True)
-            with log.open("ab") as output:
-                process = subprocess.Popen(
-                    processes.command(SINK_MODULE, *args),
-                    env=processes.child_environment(),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                )
+            return cls(processes.start_logged(SINK_MODULE, *args, log=log), log)
         except OSError as error:
-            _warn(f"cannot start the sink process: {error}")
+            print_warning(f"cannot start the sink process: {error}")
             return cls(None, log)
-        return cls(process, log)
 
     def finish(self, wait_s: float) -> bool:
         """Wait until everything is sent; False if it was not. The rest can be sent later."""
         if self._process is None:
             return False
-        try:
-            sent = self._process.wait(timeout=wait_s) == 0
-        except subprocess.TimeoutExpired:
-            sent = False
-            _terminate(self._process)
+        sent = processes.wait_or_end(self._process, wait_s=wait_s, grace_s=processes.GRACE_S)
         if not sent:
-            _warn(f"some events were not sent: {last_line(self._log) or f'still sending after {wait_s:g} s'}")
+            print_warning(f"some events were not sent: {last_line(self._log) or f'still sending after {wait_s:g} s'}")
         return sent
 
 
@@ -81,11 +67,11 @@ def send_last_alerts(run: RunDir, cfg: TelemetryConfig, *, log_bytes: int) -> No
         return
     args = [str(run.path), "--only", str(SinkKind.alerts), "--wait", "--log-bytes", str(log_bytes)]
     if problem := send_rest(args, log=run.logs / SINK_LOG, within_s=cfg.exit_wait_s):
-        _warn(f"some alerts were not sent: {problem}")
+        print_warning(f"some alerts were not sent: {problem}")
 
 
-def send_rest(args: Sequence[str], *, log: Path, within_s: float) -> str:
-    """Run a sink process to its end; returns what went wrong, or an empty string."""
+def send_rest(args: Sequence[str], *, log: Path, within_s: float | None) -> str:
+    """Run a sink process to its end, for at most `within_s` seconds; returns what went wrong, or an empty string."""
     try:
         with log.open("ab") as output:
             sent = subprocess.run(
@@ -102,25 +88,3 @@ def send_rest(args: Sequence[str], *, log: Path, within_s: float) -> str:
     except OSError as error:
         return str(error)
     return "" if sent.returncode == 0 else last_line(log) or f"exit code {sent.returncode}"
-
-
-def last_line(path: Path) -> str:
-    """The last nonempty line of a file; empty if there is none."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    except OSError:
-        return ""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
-
-
-def _terminate(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(timeout=TERMINATE_WAIT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def _warn(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from harness.analysis.held_out_loss import measure_loss, read_held_out_rows
-from harness.checkpoint import average, catalog, integrity, store, tensor_index
+from harness.checkpoint import average, catalog, integrity, saver, store, tensor_index
 from harness.checkpoint.catalog import Health
 from harness.config import compose
 from harness.config.errors import ConfigError
@@ -50,7 +50,7 @@ def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             initialize(model, cfg.model, seed=number)
             tensors = convert.initial_tensors({name: each.detach() for name, each in model.named_parameters()})
             state = RunState(step=step, generation=generation, iteration=step + 100 * generation, tokens=step)
-            store.write(run.checkpoints, tensors, state, world=world, rollback={})
+            saver.write(run.checkpoints, tensors, state, world=world, rollback={})
     finally:
         disconnect()
     return run.path
@@ -179,7 +179,7 @@ def test_other_shapes_and_damage_are_refused_and_leave_nothing(
     newest = run.checkpoints / "step-00000040-gen-1"
     layout = {name: each for name, each in tensor_index.read(newest).tensors.items() if ".norm." in name}
     manifest = integrity.read_manifest(newest)
-    store.write_computed(
+    saver.write_computed(
         run.checkpoints / "step-00000050-gen-1", layout, lambda name: torch.zeros(layout[name].size), manifest
     )
     arguments = ("--output", str(tmp_path / "average"), "--eval-rows", "0")
@@ -207,7 +207,7 @@ def test_one_tensor_is_in_memory_at_a_time(run: RunDir, tmp_path: Path) -> None:
         alive.append(weakref.ref(tensor))
         return tensor
 
-    store.write_computed(tmp_path / "checkpoints" / source.name, layout, compute, integrity.read_manifest(source))
+    saver.write_computed(tmp_path / "checkpoints" / source.name, layout, compute, integrity.read_manifest(source))
     assert len(alive) == len(layout)
     copied = parameters(tmp_path / "checkpoints" / source.name)
     assert all(torch.equal(tensor, copied[name]) for name, tensor in parameters(source).items())
@@ -221,5 +221,5 @@ def test_an_error_of_a_computation_is_raised_and_leaves_nothing(run: RunDir, tmp
         raise ConfigError(name, "cannot be read")
 
     with pytest.raises(ConfigError, match="cannot be read"):
-        store.write_computed(tmp_path / source.name, layout, fail, integrity.read_manifest(source))
+        saver.write_computed(tmp_path / source.name, layout, fail, integrity.read_manifest(source))
     assert [path.name for path in tmp_path.iterdir()] == ["first"]

@@ -18,9 +18,9 @@ from harness.core.events import StepRecord
 from harness.core.rundir import RunDir, locate
 from harness.telemetry.event_log import tail
 from launch.k8s import pod
+from launch.local.node_address import RendezvousError
 from launch.local.node_group import RendezvousSpec
 from launch.local.ports import reserved_port
-from launch.local.rendezvous import RendezvousError
 from tests.distributed.cases import tiny
 from tests.forks import Launched
 

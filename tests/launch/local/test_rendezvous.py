@@ -11,10 +11,11 @@ from contextlib import ExitStack, suppress
 import pytest
 
 from harness.config.errors import ConfigError
-from launch.local import rendezvous
+from launch.local import node_address, rendezvous
+from launch.local.node_address import RendezvousError, find_interface_to
 from launch.local.node_group import LOOPBACK, NodeFailure, NodeGroup, RendezvousSpec
 from launch.local.ports import reserved_port
-from launch.local.rendezvous import RendezvousError, StopRequested, find_interface_to, join_nodes
+from launch.local.rendezvous import StopRequested, join_nodes
 
 FAILURE = NodeFailure(node_rank=1, host="b", exit_code=1, line="rank 1 on b was killed by SIGKILL")
 
@@ -163,17 +164,17 @@ def test_a_stop_request_ends_the_rendezvous(stack: ExitStack, node: int) -> None
         call.result(2)
 
 
-@pytest.mark.skipif(not rendezvous.list_own_addresses(), reason="this machine has no address but the loopback's")
+@pytest.mark.skipif(not node_address.list_own_addresses(), reason="this machine has no address but the loopback's")
 @pytest.mark.parametrize("has_several", [False, True])
 def test_node_0_whose_name_is_its_loopback(
     stack: ExitStack, has_several: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Node 0 has its own name in /etc/hosts as 127.0.1.1; the others resolve its real address."""
-    address = rendezvous.list_own_addresses()[0]
+    address = node_address.list_own_addresses()[0]
     monkeypatch.setattr(rendezvous, "resolve_host", lambda spec, **_: address if spec.node_rank else "127.0.1.1")
     monkeypatch.setattr(rendezvous, "list_own_addresses", lambda: [address, "192.0.2.99"][: 1 + has_several])
     listened: list[str] = []
-    open_listener = rendezvous.open_listener
+    open_listener = node_address.open_listener
 
     def record_listen(bound: str, port: int, spec: RendezvousSpec) -> socket.socket:
         listened.append(bound)

@@ -19,9 +19,11 @@ from harness.core import events
 from harness.core.events import EndCause, FindingKind, RunRestarted, to_json
 from harness.core.rundir import RunDir
 from launch.local import node_group, planned_restart, rendezvous
+from launch.local.elastic import Elastic
+from launch.local.node_address import RendezvousError
 from launch.local.node_group import SPARE, NodeFailure, NodeGroup, RendezvousSpec
 from launch.local.planned_restart import RestartPlanner
-from launch.local.rendezvous import Elastic, RendezvousError, join_nodes
+from launch.local.rendezvous import join_nodes
 from launch.local.restart import RestartHistory, agree_on_restart
 from launch.local.spare import check_this_machine, wait_as_spare
 from launch.node_record import NodeRecord, read_node_faults, read_out_nodes

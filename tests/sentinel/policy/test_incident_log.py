@@ -58,7 +58,7 @@ def test_a_clean_run_has_no_incident() -> None:
 def log_of(*incidents: OpenIncident) -> tuple[IncidentLog, PolicyState]:
     """A log that has seen one rejected update at iteration 100 while these incidents are open."""
     state, log = PolicyState.new(defaults()), IncidentLog()
-    state.open_incidents = list(incidents)
+    state.incidents.opened = list(incidents)
     log.on_record(record(100, refused=True), [], state)
     return log, state
 

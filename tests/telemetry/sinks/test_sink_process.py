@@ -17,11 +17,12 @@ import pytest
 
 from harness.config.schema import Config
 from harness.core.events import RunEnded, RunStarted, StepRecord
+from harness.core.processes import last_line
 from harness.core.rundir import RunDir
 from harness.telemetry.event_log import EventLog
 from harness.telemetry.sinks.feeder import send_until_end
 from harness.telemetry.sinks.mlflow_progress import load_progress
-from harness.telemetry.sinks.sink_process import SINK_LOG, SinkProcess, last_line
+from harness.telemetry.sinks.sink_process import SINK_LOG, SinkProcess
 from harness.telemetry.sinks.store_uri import tracking_uri
 from launch.drills.fault_environment import SERVER_ENVIRONMENT
 from launch.local.ports import reserved_port

@@ -1,0 +1,61 @@
+"""The connection to another launcher: JSON lines over TCP, never pickles, and what is known about that launcher."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, final
+
+MAX_LINE_BYTES = 65536
+
+
+@final
+@dataclass(slots=True)
+class Link:
+    """The TCP connection to another launcher."""
+
+    number: int
+    """Number of that launcher."""
+    host: str
+    connection: socket.socket
+    last_seen_s: float
+    buffer: bytes = b""
+    is_done: bool = False
+    """Its ranks ended without an error; it may disconnect."""
+    stopped: int = -1
+    """The last start whose ranks have all ended on that node, by the number of its restart."""
+    is_stopping: bool = False
+    """That node has received a stop signal."""
+    problems: list[str] | None = None
+    """What its last health check found; None: not checked."""
+    listens_at: tuple[str, int] | None = None
+    """Address and port at which that launcher would coordinate the run; None: it never does."""
+
+    def read_messages(self) -> list[dict[str, Any]] | None:
+        """Return the messages that have arrived; None once the connection is closed."""
+        try:
+            received = self.connection.recv(MAX_LINE_BYTES)
+        except TimeoutError:
+            return []
+        except OSError:
+            return None
+        if not received or len(self.buffer) > MAX_LINE_BYTES:
+            return None
+        *whole, self.buffer = (self.buffer + received).split(b"\n")
+        return [json.loads(line) for line in whole]
+
+    def send(self, **message: Any) -> None:
+        """Send one message."""
+        self.send_line(encode_message(message))
+
+    def send_line(self, line: bytes) -> None:
+        """Send an encoded message. An undeliverable one is dropped: the timeout of the peer covers that."""
+        with suppress(OSError):
+            self.connection.sendall(line)
+
+
+def encode_message(message: Mapping[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
