@@ -14,14 +14,15 @@ from harness.core.events import Action, ActionKind, Event, Outcome, RunEnded, St
 from harness.core.rundir import RunDir
 from harness.sentinel.policy.trial_choice import is_healthy
 from tests.bench.trials import HOT
-from tests.distributed import faulty_runs
+from tests.distributed import faulty_runs, test_sentinel
 from tests.distributed.cases import tiny
 from tests.distributed.common_part import copy_common_part
 from tests.distributed.faulty_runs import Fault, RankResult
 from tests.distributed.killable_ranks import KillableRanks, KillAtCall, Place, When
 from tests.distributed.pool import Pool
-from tests.distributed.test_sentinel import STEPS, check_replay, events_of
+from tests.distributed.test_sentinel import check_replay, events_of
 
+STEPS = (*test_sentinel.STEPS, test_sentinel.RARE_CHECKPOINTS, "model.num_layers=1")
 TRIALS = ("sentinel.policy.trials=4", "sentinel.policy.trial_steps=4")
 DAMAGE_AT, COMMON_STEPS = 32, 24
 """The update of this iteration damages the weights: the run rewinds, and is healthy again. Victims and twins continue a
