@@ -30,7 +30,12 @@ from tests.forks import Launched
 
 pytestmark = pytest.mark.full
 
-ENDLESS = ("train.num_steps=100000", "optim.schedule=constant", "checkpoint.every_minutes=1000")
+ENDLESS = (
+    "train.num_steps=100000",
+    "optim.schedule=constant",
+    "checkpoint.every_minutes=1000",
+    "model.num_layers=1",
+)
 IN_USE = r"harness: run\.name: {run} is in use by pid {pid} on \S+, held for \d+ s, last heartbeat \d+ s ago; [^\n]*\n"
 
 
