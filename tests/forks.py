@@ -33,11 +33,11 @@ def forks() -> ForkServerContext:
     return get_context("forkserver")
 
 
-def _run(module: str, arguments: tuple[str, ...], output: str, first: Callable[[], None] | None) -> None:
+def _run(module: str, arguments: tuple[str, ...], output: str, first: Callable[[], None] | None, cwd: str) -> None:
     os.setsid()
     if first is not None:
         first()
-    os.chdir(ROOT)
+    os.chdir(cwd)
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         with Path(f"{output}.{name}").open("wb") as file:
             os.dup2(file.fileno(), descriptor)
@@ -47,9 +47,16 @@ def _run(module: str, arguments: tuple[str, ...], output: str, first: Callable[[
 class Launched:
     """A forked process with the methods of `subprocess.Popen` that tests use; its process group is killed on exit."""
 
-    def __init__(self, module: str, *arguments: str, output: Path, first: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        module: str,
+        *arguments: str,
+        output: Path,
+        first: Callable[[], None] | None = None,
+        cwd: Path = ROOT,
+    ) -> None:
         self._output = output
-        self._process = forks().Process(target=_run, args=(module, arguments, str(output), first))
+        self._process = forks().Process(target=_run, args=(module, arguments, str(output), first, str(cwd)))
         self._process.start()
 
     @property

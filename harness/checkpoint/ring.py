@@ -14,7 +14,7 @@ Trusted snapshots can be shared with later starts and other nodes (`harness.chec
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from threading import Lock
@@ -67,15 +67,20 @@ class Ring:
         self._lock: AbstractContextManager[bool] = Lock() if self.shared is None else self.shared.lock
         """Guards the flags of the slots against the thread that publishes them."""
         blocks = blocks or [PinnedBlock(num_bytes, pinned=self._on_gpu) for _ in range(num_slots)]
-        self._slots = [self._new_slot(tensors, slot_name(index), block, world) for index, block in enumerate(blocks)]
 
-    def _new_slot(self, tensors: Mapping[str, Tensor], name: str, block: PinnedBlock, world: World) -> Slot:
-        parts = {name: block.like(part) for name, part in self._live.items()}
+        def as_sharded(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {name: like_on_host(tensors[name], part, world=world) for name, part in parts.items()}
+
+        self._slots = [self._new_slot(as_sharded, slot_name(index), block) for index, block in enumerate(blocks)]
+
+    def _new_slot(
+        self, as_sharded: Callable[[Mapping[str, Tensor]], dict[str, Tensor]], name: str, block: PinnedBlock
+    ) -> Slot:
         return Slot(
             name=name,
             block=block,
-            tensors=parts,
-            sharded={name: like_on_host(tensors[name], part, world=world) for name, part in parts.items()},
+            tensors={name: block.like(part) for name, part in self._live.items()},
+            as_sharded=as_sharded,
             copied=torch.cuda.Event() if self._on_gpu else None,  # type: ignore[no-untyped-call]
         )
 

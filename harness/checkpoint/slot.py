@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -23,8 +23,8 @@ class Slot:
     block: PinnedBlock
     tensors: dict[str, Tensor]
     """This rank's part of every tensor."""
-    sharded: dict[str, Tensor]
-    """The same memory as DTensors; checkpoints are written from these."""
+    as_sharded: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+    """Makes DTensors of such parts."""
     copied: torch.cuda.Event | None
     state: RunState = field(default_factory=RunState)
     is_taken: bool = False
@@ -39,6 +39,15 @@ class Slot:
     is_sending: bool = False
     """It is being sent to a partner; it is overwritten only if no other slot is free."""
     _is_finite: bool | None = None
+    _sharded: dict[str, Tensor] | None = None
+
+    @property
+    def sharded(self) -> dict[str, Tensor]:
+        """The same memory as DTensors; checkpoints are written from these. Made at the first use: most slots of a ring
+        are never written to disk, and making them takes a tenth of the start of a rank."""
+        if self._sharded is None:
+            self._sharded = self.as_sharded(self.tensors)
+        return self._sharded
 
     def complete(self, *, step: int, refused_in_row: int, sentinel: dict[str, Any] | None = None) -> None:
         """Fill in the parts of the run state that come from the reports up to this iteration."""

@@ -130,8 +130,8 @@ class DrillEvidence:
 
     @property
     def num_steps(self) -> int:
-        """Updates that the run should apply."""
-        return next((started.num_steps for started in self.of(RunStarted)), 0)
+        """Updates that the run should apply, by its last start: a run can be continued with another number."""
+        return next((event.num_steps for event in reversed(self.events) if isinstance(event, RunStarted)), 0)
 
     @property
     def num_starts(self) -> int:

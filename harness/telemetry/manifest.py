@@ -16,6 +16,7 @@ import re
 import socket
 import sys
 import time
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,7 @@ def versions() -> dict[str, str | None]:
     return {"python": platform.python_version()} | {name: _version(package) for name, package in PACKAGES.items()}
 
 
+@cache
 def _version(package: str) -> str | None:
     try:
         return metadata.version(package)

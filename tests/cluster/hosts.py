@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import subprocess
 from collections.abc import Mapping
@@ -11,22 +10,14 @@ from pathlib import Path
 from typing import final
 
 from launch.drills.virtual_hosts import VirtualHosts
+from tests.cluster.namespaces import enter_namespaces
 from tests.forks import Launched
 
 
 def enter_host(first: int, environment: Mapping[str, str]) -> None:
     """Continue as a process of a host, given the pid of its first process; the parent waits, like nsenter."""
-    spaces = [os.open(f"/proc/{first}/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts", "pid", "mnt")]
-    libc = ctypes.CDLL(None, use_errno=True)
-    for space in spaces:
-        if libc.setns(space, 0) != 0:
-            raise OSError(ctypes.get_errno(), "cannot enter a namespace")
-        os.close(space)
+    enter_namespaces([f"/proc/{first}/ns/{kind}" for kind in ("net", "uts", "pid", "mnt")])
     os.environ.update(environment)
-    inside = os.fork()
-    if inside:
-        code = os.waitstatus_to_exitcode(os.waitpid(inside, 0)[1])
-        os._exit(code if code >= 0 else 128 - code)
 
 
 @final

@@ -10,11 +10,10 @@ import pytest
 from harness.core import events
 from harness.core.events import RunRestarted, RunStarted
 from harness.core.rundir import RunDir
-from harness.drills import scenario
 from launch.drills import local_nodes
-from launch.drills.runner import run_drill
 from launch.drills.virtual_hosts import reason_against_hosts
-from tests.launch.cli.test_drill import PATIENCE_S, harness
+from tests.forked_launchers import fork_launchers
+from tests.launch.cli.test_drill import PATIENCE_S, run_drill
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(2 * PATIENCE_S), pytest.mark.xdist_group("node-drills")]
 
@@ -43,7 +42,7 @@ def last_restart(run: RunDir) -> tuple[RunRestarted, RunStarted]:
 
 @pytest.mark.skipif(bool(reason_against_hosts()), reason=reason_against_hosts())
 def test_the_loss_of_the_first_host_is_survived(directory: Path) -> None:
-    done = harness("lost_coordinator", AT, "--no-mlflow", *SHORT, cwd=directory)
+    done = run_drill("lost_coordinator", AT, "--no-mlflow", *SHORT, cwd=directory)
     assert done.returncode == 0, done.stdout + done.stderr
     run = RunDir(directory / "runs/drill-lost_coordinator")
     restarted, started = last_restart(run)
@@ -54,14 +53,18 @@ def test_the_loss_of_the_first_host_is_survived(directory: Path) -> None:
     assert 0 < score["notice_s"] < score["first_update_s"] < 200
 
 
-def test_a_spare_on_loopback_replaces_a_lost_node(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def work_without_root() -> None:
+    """Fork launchers, and find no right to create virtual hosts."""
+    vars(local_nodes)["reason_against_hosts"] = lambda: "needs root"
+    fork_launchers()
+
+
+def test_a_spare_on_loopback_replaces_a_lost_node(directory: Path) -> None:
     """Without root: nodes have names and folders in shared memory of their own."""
-    monkeypatch.setattr(local_nodes, "reason_against_hosts", lambda: "needs root")
-    overrides = (AT, *SHORT, f"run.dir={directory / 'runs'}")
-    planned = scenario.load_scenario("lost_node", overrides)
-    card = run_drill("lost_node", planned, [*SHORT, f"run.dir={directory / 'runs'}"], to_mlflow=False)
+    done = run_drill("lost_node", AT, "--no-mlflow", *SHORT, cwd=directory, first=work_without_root)
+    assert done.returncode == 0, done.stdout + done.stderr
     run = RunDir(directory / "runs/drill-lost_node")
-    assert card.passed, card.as_dict()
+    assert json.loads((run.path / "score.json").read_text())["passed"]
     restarted, started = last_restart(run)
     assert (restarted.replaced_by, started.world_size) == ({"node1": "node2"}, 2)
     assert (started.in_memory, started.fetched_ranks) == (True, [1])

@@ -5,7 +5,7 @@ Four jobs run at the same time in one cluster and are checked one after the othe
 - *sweep*, an array: one run is halted by the sentinel; one loses a rank to SIGKILL, which its launcher starts again,
   then the whole task, is requeued and finishes
 - *cancelled*: scancel while it trains
-- *plain*, 4 nodes: `sbatch slurm/train.sbatch` by hand
+- *plain*, 2 nodes with 2 ranks each: `sbatch slurm/train.sbatch` by hand
 A run that must not end too early is paused by an operator command that is queued before its start.
 """
 
@@ -211,8 +211,9 @@ def submit_one(cluster: Cluster) -> tuple[str, RunDir]:
 def submit_plain(cluster: Cluster) -> tuple[str, RunDir]:
     """Submit by hand, from a checkout."""
     script, log = ROOT / "slurm" / "train.sbatch", cluster.runs / "plain.log"
-    args = [*OVERRIDES, "train.num_steps=4", "checkpoint.every_steps=0", f"run.dir={cluster.runs}", "run.name=plain"]
-    command = ["sbatch", "--parsable", "--nodes=4", f"--output={log}", str(script), *args]
+    args = [*OVERRIDES, "launch.nproc=2", "train.num_steps=4", "checkpoint.every_steps=0"]
+    args += [f"run.dir={cluster.runs}", "run.name=plain"]
+    command = ["sbatch", "--parsable", "--nodes=2", f"--output={log}", str(script), *args]
     environment = cluster.slurm.environment | {"HARNESS_PYTHON": sys.executable, "HARNESS_HEALTH": "false"}
     submitted = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True)
     return submitted.stdout.strip(), RunDir(cluster.runs / "plain")
@@ -273,11 +274,12 @@ def test_a_job_stops_before_its_time_limit_and_continues_bit_identically(
     assert text.count("health: 2 nodes, clocks within") == 2, text
     assert text.count(f"harness: job {job}, start") == 2, "both starts write one log"
 
-    (control, _) = ranks.run(2, cases.run, str(tmp_path), *OVERRIDES, "run.name=control")
+    overrides = (*OVERRIDES, "checkpoint.every_steps=0", "run.name=control")
+    (control, _) = ranks.run(2, cases.run, str(tmp_path), *overrides)
     assert losses(run) == {record.step: record.loss for record in control[1]}
 
 
-def test_plain_sbatch_on_four_nodes(jobs: Jobs, cluster: Cluster) -> None:
+def test_plain_sbatch_on_two_nodes_with_two_ranks_each(jobs: Jobs, cluster: Cluster) -> None:
     job, run = jobs.plain
     assert cluster.wait(job) == ("COMPLETED", 0), cluster.logs()
     (start,) = (event for event in events.read(run.events) if isinstance(event, RunStarted))

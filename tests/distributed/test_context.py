@@ -30,6 +30,14 @@ def steps_of_one_rank() -> dict[tuple[str, ...], dict[str, Any]]:
     return {}
 
 
+def step_of_one_rank(
+    ranks: Pool, steps: dict[tuple[str, ...], dict[str, Any]], overrides: tuple[str, ...]
+) -> dict[str, Any]:
+    if overrides not in steps:
+        steps[overrides] = ranks.run(1, context_cases.one_step, *overrides)[0]
+    return steps[overrides]
+
+
 DOCUMENTS = ("data.document_mask=true",)
 
 
@@ -58,9 +66,7 @@ def test_a_step_equals_that_of_one_rank(
     common: tuple[str, ...],
     others: tuple[str, ...],
 ) -> None:
-    if common not in steps_of_one_rank:
-        steps_of_one_rank[common] = ranks.run(1, context_cases.one_step, *common)[0]
-    expected = steps_of_one_rank[common]
+    expected = step_of_one_rank(ranks, steps_of_one_rank, common)
     results = ranks.run(size, context_cases.one_step, *common, *others, f"parallel.context={context}")
     for result in results:
         assert result["loss"] == pytest.approx(expected["loss"], rel=2e-6)
@@ -132,20 +138,33 @@ def test_other_precisions_agree_to_their_rounding(ranks: Pool, precision: str) -
         assert result["grad_norm"] == pytest.approx(alone["grad_norm"], rel=3e-2)
 
 
+@pytest.fixture(scope="module")
+def drills(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both drills have the same training config, and share their common part and their twin."""
+    return tmp_path_factory.mktemp("drills")
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["nan_grad", "poisoned_batch"])
-def test_a_drill_passes_with_shared_sequences(ranks: Pool, tmp_path: Path, name: str) -> None:
+def test_a_drill_passes_with_shared_sequences(ranks: Pool, drills: Path, name: str) -> None:
     overrides = (*test_drills.cpu_overrides(name), "parallel.context=2")
-    card = test_drills.run_drill(ranks, tmp_path, name, overrides)
+    card = test_drills.run_drill(ranks, drills, name, overrides)
     assert not test_drills.broken_bounds(card), card.score.remarks
+
+
+@pytest.fixture(scope="module")
+def replay_of_one_rank(ranks: Pool) -> Any:
+    return ranks.run(1, context_cases.replayed_samples, *DOCUMENTS)[0]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     "overrides", [("parallel.context=2",), ("parallel.context=4",), ("parallel.context=2", "parallel=hsdp")]
 )
-def test_a_replay_measures_the_same_samples_and_tokens(ranks: Pool, overrides: tuple[str, ...]) -> None:
-    samples, tokens = ranks.run(1, context_cases.replayed_samples, *DOCUMENTS)[0]
+def test_a_replay_measures_the_same_samples_and_tokens(
+    ranks: Pool, replay_of_one_rank: Any, overrides: tuple[str, ...]
+) -> None:
+    samples, tokens = replay_of_one_rank
     for own_samples, own_tokens in ranks.run(4, context_cases.replayed_samples, *DOCUMENTS, *overrides):
         for own, expected in zip(own_samples, samples, strict=True):
             assert own == pytest.approx(expected, rel=1e-4)
@@ -154,8 +173,10 @@ def test_a_replay_measures_the_same_samples_and_tokens(ranks: Pool, overrides: t
 
 @pytest.mark.full
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_compiled_blocks_compute_the_same(ranks: Pool, checkpointing: str) -> None:
-    alone = ranks.run(1, context_cases.one_step)[0]
+def test_compiled_blocks_compute_the_same(
+    ranks: Pool, steps_of_one_rank: dict[tuple[str, ...], dict[str, Any]], checkpointing: str
+) -> None:
+    alone = step_of_one_rank(ranks, steps_of_one_rank, ())
     overrides = ("parallel.context=2", "parallel.compile=true", f"parallel.activation_checkpointing={checkpointing}")
     for result in ranks.run(2, context_cases.one_step, *overrides):
         assert result["loss"] == pytest.approx(alone["loss"], rel=2e-6)

@@ -23,6 +23,7 @@ from tests.distributed.pool import Pool
 pytestmark = pytest.mark.full
 
 STEPS = (
+    "model.num_layers=1",
     "train.num_steps=90",
     "optim.warmup_steps=5",
     "checkpoint.every_steps=20",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from harness.config.errors import ConfigError
-from harness.core import events, processes
+from harness.core import events
 from harness.core.events import StepRecord
 from harness.distributed.bit_digests import digest_bits
 from harness.distributed.determinism import ENVIRONMENT, deterministic_algorithms
@@ -24,6 +23,7 @@ from tests.distributed.cases import TINY
 from tests.distributed.determinism_cases import NOISY_LAYER
 from tests.distributed.drill_cases import inspect_run_with
 from tests.distributed.pool import Pool
+from tests.forks import Launched
 
 ON = "run.deterministic=true"
 CLOCKS = ("time", "tokens_per_s", "step_time_s", "flops_per_s", "loader_wait_s", "memory_bytes", "median_step_s")
@@ -112,18 +112,21 @@ def environment_of_start(run: Path) -> dict[str, Any]:
     return {name: found[name] for name in ("environment", "set_by_user")}
 
 
+def choose_tree() -> None:
+    os.environ["NCCL_ALGO"] = "Tree"
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("starter", ["launcher", "torchrun"])
 def test_every_way_to_start_ranks_sets_the_environment(tmp_path: Path, starter: str) -> None:
-    """A setting of the user is kept, and the run says so."""
-    overrides = [*TINY, ON, "train.num_steps=2", "launch.nproc=2", f"run.dir={tmp_path}", "run.name=first"]
-    launcher = ("launch.cli.main", "train")
+    """A setting of the user is kept, and the run says so. Ranks of torchrun import torch themselves: one is enough."""
+    overrides = [*TINY, ON, "train.num_steps=2", f"run.dir={tmp_path}", "run.name=first"]
+    launcher = ("launch.cli.main", "train", "launch.nproc=2")
     rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0")
-    torchrun = ("torch.distributed.run", "--nproc-per-node", "2", *rendezvous, "-m", "harness.train")
-    command = processes.command(*(launcher if starter == "launcher" else torchrun), *overrides)
-    environment = {**processes.child_environment(), "NCCL_ALGO": "Tree"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    torchrun = ("torch.distributed.run", "--nproc-per-node", "1", *rendezvous, "-m", "harness.train", "launch.nproc=1")
+    command = (*(launcher if starter == "launcher" else torchrun), *overrides)
+    with Launched(*command, output=tmp_path / "output", first=choose_tree) as done:
+        assert done.wait(timeout=200) == 0, done.stderr
     assert environment_of_start(tmp_path / "first") == {
         "environment": ENVIRONMENT | {"NCCL_ALGO": "Tree"},
         "set_by_user": ["NCCL_ALGO"],

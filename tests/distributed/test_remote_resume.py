@@ -54,6 +54,7 @@ def train(directory: Path, server: S3Server, *overrides: str) -> tuple[int, str]
     """One launcher with two ranks; its local directories are below `directory`."""
     arguments = [
         *cases.TINY,
+        "model.num_layers=1",
         "data=files",
         f"data.sources.main.paths=[s3://{BUCKET}/corpus/*.bin]",
         f"data.remote.cache_dir={directory}/cache",

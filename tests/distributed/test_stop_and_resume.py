@@ -27,7 +27,7 @@ from tests.forks import Launched
 pytestmark = pytest.mark.full
 
 LAG = 1
-ENDLESS = ("train.num_steps=100000", "optim.schedule=constant", f"sentinel.lag={LAG}")
+ENDLESS = ("train.num_steps=100000", "optim.schedule=constant", "model.num_layers=1", f"sentinel.lag={LAG}")
 MORE_STEPS = 5
 StepResults = dict[int, tuple[float, float, float, int]]
 

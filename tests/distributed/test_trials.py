@@ -14,15 +14,40 @@ from harness.core.events import Action, ActionKind, Event, Outcome, RunEnded, St
 from harness.core.rundir import RunDir
 from harness.sentinel.policy.trial_choice import is_healthy
 from tests.bench.trials import HOT
-from tests.distributed import faulty_runs
+from tests.distributed import faulty_runs, test_sentinel
+from tests.distributed.cases import tiny
+from tests.distributed.common_part import copy_common_part
 from tests.distributed.faulty_runs import Fault, RankResult
 from tests.distributed.killable_ranks import KillableRanks, KillAtCall, Place, When
 from tests.distributed.pool import Pool
-from tests.distributed.test_sentinel import STEPS, check_replay, events_of
+from tests.distributed.test_sentinel import check_replay, events_of
 
+STEPS = (*test_sentinel.STEPS, test_sentinel.RARE_CHECKPOINTS, "model.num_layers=1")
 TRIALS = ("sentinel.policy.trials=4", "sentinel.policy.trial_steps=4")
-DAMAGE = Fault("weights", 1, factor=30.0, iteration=32)
-"""The update of this iteration damages the weights: the run rewinds, and is healthy again."""
+DAMAGE_AT, COMMON_STEPS = 32, 24
+"""The update of this iteration damages the weights: the run rewinds, and is healthy again. Victims and twins continue a
+copy of the part before it."""
+TWINS: dict[bytes, list[RankResult]] = {}
+"""Control runs by their ledger, which is all that they have of the victim."""
+
+
+def damage(num_before: int) -> Fault:
+    """The fault in a run that has this many steps behind it."""
+    return Fault("weights", 1, factor=30.0, iteration=DAMAGE_AT - num_before)
+
+
+def copy_common_steps(ranks: Pool, directory: Path, name: str) -> None:
+    copy_common_part(ranks, directory.parent, tiny(*STEPS, *TRIALS), COMMON_STEPS, RunDir(directory / name))
+
+
+def train_twin(ranks: Pool, directory: Path) -> list[RankResult]:
+    """The control run with the ledger of the victim."""
+    ledger = RunDir(directory / "victim").ledger.read_bytes()
+    if ledger not in TWINS:
+        faulty_runs.copy_ledger(directory / "victim", directory / "twin")
+        copy_common_steps(ranks, directory, "twin")
+        TWINS[ledger] = ranks.run(2, faulty_runs.run, str(directory), None, "run.name=twin", *STEPS, *TRIALS)
+    return TWINS[ledger]
 
 
 def run(ranks: Pool, directory: Path, name: str, fault: Fault | None, *overrides: str) -> RankResult:
@@ -45,10 +70,10 @@ def check_log(log: list[Event]) -> None:
 @pytest.mark.full
 def test_the_steps_of_a_healthy_trial_are_kept_bit_for_bit(ranks: Pool, tmp_path: Path) -> None:
     """With and without trials the run ends in the same state, after the same records, and so does its twin."""
-    victim = run(ranks, tmp_path, "victim", DAMAGE, *STEPS, *TRIALS)
-    plain = run(ranks, tmp_path, "plain", DAMAGE, *STEPS)
-    faulty_runs.copy_ledger(tmp_path / "victim", tmp_path / "twin")
-    twin = run(ranks, tmp_path, "twin", None, *STEPS, *TRIALS)
+    copy_common_steps(ranks, tmp_path, "victim")
+    victim = run(ranks, tmp_path, "victim", damage(COMMON_STEPS), *STEPS, *TRIALS)
+    plain = run(ranks, tmp_path, "plain", damage(0), *STEPS)
+    twin = train_twin(ranks, tmp_path)[0]
     assert victim.code == plain.code == twin.code == 0
     assert victim.state == plain.state == twin.state
     (outcome,) = trial_outcomes(victim.log)
@@ -94,22 +119,22 @@ def killable() -> Iterator[KillableRanks]:
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked from a process that imported torch")
 @pytest.mark.parametrize("place", ["train_candidate", "measure_candidate", "restore_steps"])
 def test_a_run_killed_in_a_trial_resumes_as_if_there_had_been_none(
-    killable: KillableRanks, tmp_path: Path, place: str
+    ranks: Pool, killable: KillableRanks, tmp_path: Path, place: str
 ) -> None:
-    def attempt(name: str, fault: Fault | None, **options: Any) -> Any:
-        arguments = (str(tmp_path), fault, f"run.name={name}", *STEPS, *TRIALS)
+    def attempt(fault: Fault | None, **options: Any) -> Any:
+        arguments = (str(tmp_path), fault, "run.name=victim", *STEPS, *TRIALS)
         return killable.run(2, faulty_runs.run, *arguments, **options)
 
     module = "harness.recovery" if place == "restore_steps" else "harness.trials"
     kill = KillAtCall(place=Place("trial", f"{module}:{place}"), when=When.after, nth=1, rank=1, grace_s=0.0)
-    assert attempt("victim", DAMAGE, kill_point=kill).killed
+    copy_common_steps(ranks, tmp_path, "victim")
+    assert attempt(damage(COMMON_STEPS), kill_point=kill).killed
     run_dir = RunDir(tmp_path / "victim")
     killed_log = list(events.read(run_dir.events))
     assert [each.kind for each in events_of(Action, killed_log)][-1] is ActionKind.trial
-    resumed = attempt("victim", None).results
+    resumed = attempt(None).results
     log = list(events.read(run_dir.events))
-    faulty_runs.copy_ledger(run_dir.path, tmp_path / "twin")
-    twin = attempt("twin", None).results
+    twin = train_twin(ranks, tmp_path)
     assert [result.state for result in resumed] == [result.state for result in twin]
     assert isinstance(log[-1], RunEnded)
     assert log[-1].exit_code == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -52,6 +53,17 @@ def test_a_rejected_update_is_scored() -> None:
     assert card.passed
     assert card.as_event(time=1.0, iteration=21).scores["loss_gap"] == pytest.approx(0.02)
     assert "remarks" not in card.as_event(time=1.0, iteration=21).scores
+
+
+def test_a_run_that_is_continued_with_more_steps_must_do_them() -> None:
+    first, second = replace(logs.started(), num_steps=10), logs.started(10, 10)
+    whole = DrillEvidence(
+        events=[first, *logs.steps(1, 10), logs.ended(10, 10), second, *logs.steps(11, 20), logs.ended()]
+    )
+    half = DrillEvidence(events=[first, *logs.steps(1, 10), second, logs.ended(10, 10)])
+    scenario = logs.scenario(Expected(), Bounds())
+    assert score(scenario, whole, logs.clean()).survived
+    assert not score(scenario, half, logs.clean()).survived
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from tests.distributed.pool import Pool
 
 pytestmark = pytest.mark.full
 
-NUM_STEPS, ITERATION = 48, 36
+NUM_STEPS, ITERATION = 28, 16
 OVERRIDES = (
     "run.name=victim",
     f"train.num_steps={NUM_STEPS}",
@@ -75,7 +75,7 @@ def test_run_replays_its_incident_and_the_report_has_the_measurements(
     folder = victim.incidents / "001"
     assert not (folder / SKIPPED_FILE).exists()
     replayed = json.loads((folder / REPLAY_FILE).read_text())
-    assert (replayed["iteration"], replayed["checkpoint"]) == (ITERATION, "step-00000030-gen-0")
+    assert (replayed["iteration"], replayed["checkpoint"]) == (ITERATION, "step-00000010-gen-0")
     assert replayed["nature"] == "transient"
     evidence = schema.read(folder / EVIDENCE)
     (guilty,) = [row for row in evidence.records if row.iteration == ITERATION]

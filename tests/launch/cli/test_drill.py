@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,8 @@ from harness.core.events import DrillScored, EndCause, RunEnded, RunRestarted, S
 from harness.core.rundir import RunDir
 from harness.drills.scenario import names
 from launch.cli import drill
+from tests.forked_launchers import fork_launchers, harness
 
-ROOT = Path(__file__).parents[3]
 PATIENCE_S = 500
 """A drill starts torch several times, which takes long on a busy machine."""
 SMALL = (
@@ -32,12 +31,10 @@ SMALL = (
 pytestmark = [pytest.mark.full, pytest.mark.timeout(2 * PATIENCE_S)]
 
 
-def harness(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "launch.cli.main", "drill", *arguments]
-    return subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
+def run_drill(
+    *arguments: str, cwd: Path, first: Callable[[], None] = fork_launchers
+) -> subprocess.CompletedProcess[str]:
+    return harness("drill", *arguments, cwd=cwd, within_s=PATIENCE_S, first=first)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +44,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def killed(directory: Path) -> subprocess.CompletedProcess[str]:
-    return harness("kill_rank", "drill.fault.at=27", "--no-mlflow", *SMALL, cwd=directory)
+    return run_drill("kill_rank", "drill.fault.at=27", "--no-mlflow", *SMALL, cwd=directory)
 
 
 def test_a_killed_rank_is_survived_and_scored(killed: subprocess.CompletedProcess[str], directory: Path) -> None:
@@ -68,7 +65,7 @@ def test_a_killed_rank_is_survived_and_scored(killed: subprocess.CompletedProces
     assert 0 < times[1] < times[2] < 120
     assert [type(event) for event in events.read(run.events)][-2:] == [RunEnded, DrillScored]
     assert not twin.drill.exists()
-    assert harness("score", "runs/drill-kill_rank", cwd=directory).stdout == killed.stdout[:-1]
+    assert run_drill("score", "runs/drill-kill_rank", cwd=directory).stdout == killed.stdout[:-1]
 
 
 def step_results(run: RunDir) -> dict[int, tuple[float, float, int]]:
@@ -81,7 +78,7 @@ def test_a_bound_that_does_not_hold_is_exit_code_1(killed: subprocess.CompletedP
     """Reuses the twin of the previous drill."""
     assert killed.returncode == 0
     args = ("clock_jump", "drill.fault.at=27", "drill.expected.notices=[all is well]", "--no-mlflow", *SMALL)
-    done = harness(*args, cwd=directory)
+    done = run_drill(*args, cwd=directory)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "drill-clock_jump-twin: reused an equal twin, not trained again\n" in done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines() if line.endswith("BROKEN")] == ["detected"]
@@ -154,7 +151,7 @@ def test_a_directory_that_is_not_a_drill_is_not_overwritten(tmp_path: Path, caps
 
 
 def test_a_killed_rank_that_shares_its_sequences_is_survived(tmp_path: Path) -> None:
-    shared = harness("kill_rank", "drill.fault.at=27", "--no-mlflow", *SMALL, "parallel.context=2", cwd=tmp_path)
+    shared = run_drill("kill_rank", "drill.fault.at=27", "--no-mlflow", *SMALL, "parallel.context=2", cwd=tmp_path)
     assert shared.returncode == 0, shared.stdout + shared.stderr
     card = json.loads((tmp_path / "runs/drill-kill_rank/score.json").read_text())
     assert card["passed"]

@@ -13,7 +13,7 @@ from harness.core.events import RunStarted, StepRecord
 from harness.core.rundir import RunDir
 from harness.faults.fault_plan import FaultKind
 from launch.drills.fault_environment import UnavailableError, find_unshare
-from tests.launch.cli.test_drill import PATIENCE_S, SMALL, harness
+from tests.launch.cli.test_drill import PATIENCE_S, SMALL, run_drill
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(2 * PATIENCE_S)]
 
@@ -36,7 +36,7 @@ def test_a_run_survives_a_full_disk_and_a_killed_launcher(tmp_path: Path) -> Non
         find_unshare(FaultKind.full_disk)
     except UnavailableError as error:
         pytest.skip(str(error))
-    done = harness("campaign", *OPTIONS, *SMALL, *OFTEN, cwd=tmp_path)
+    done = run_drill("campaign", *OPTIONS, *SMALL, *OFTEN, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     root = tmp_path / f"runs/campaign-{SEED}-infrastructure"
     report = json.loads((root / "campaign.json").read_text())

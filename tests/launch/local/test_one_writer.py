@@ -8,8 +8,6 @@ import hashlib
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,11 +26,16 @@ from harness.core.rundir import RunDir, prepare_run_dir
 from launch import train
 from tests import composed
 from tests.distributed import cases
-from tests.forks import ROOT, Launched
+from tests.forks import Launched
 
 pytestmark = pytest.mark.full
 
-ENDLESS = ("train.num_steps=100000", "optim.schedule=constant", "checkpoint.every_minutes=1000")
+ENDLESS = (
+    "train.num_steps=100000",
+    "optim.schedule=constant",
+    "checkpoint.every_minutes=1000",
+    "model.num_layers=1",
+)
 IN_USE = r"harness: run\.name: {run} is in use by pid {pid} on \S+, held for \d+ s, last heartbeat \d+ s ago; [^\n]*\n"
 
 
@@ -96,19 +99,10 @@ def test_a_live_run_is_not_started_twice_and_a_killed_one_restarts_at_once(tmp_p
             with started(run, "second") as second:
                 assert second.wait(timeout=200) == 2
                 assert re.fullmatch(line, second.stderr), second.stderr
-            start_command = [
-                "-m",
-                "torch.distributed.run",
-                "--nproc-per-node=2",
-                "-m",
-                "harness.train",
-                *overrides(run),
-            ]
-            again = subprocess.run(
-                [sys.executable, *start_command], cwd=ROOT, capture_output=True, text=True, check=False
-            )
-            assert again.returncode == 1, "torchrun exits with 1 whatever its workers return"
-            assert len(re.findall(line, again.stderr)) == 1, again.stderr
+            torchrun = ("torch.distributed.run", "--nproc-per-node=2", "-m", "harness.train", *overrides(run))
+            with Launched(*torchrun, output=tmp_path / "torchrun") as again:
+                assert again.wait(timeout=200) == 1, "torchrun exits with 1 whatever its workers return"
+                assert len(re.findall(line, again.stderr)) == 1, again.stderr
             assert content(run) == before
         first.kill_group()
     with started(run, "third") as third:

@@ -14,6 +14,7 @@ from harness.core import events, snapshot_files
 from harness.core.events import RunStarted, StepRecord
 from harness.core.rundir import locate
 from launch.local.shared_memory import keeps_snapshots, run_and_clean_up, snapshot_bytes
+from launch.local.worker_pool import TEMPLATE_NAME
 from tests.composed import load
 from tests.distributed.cases import TINY
 from tests.forks import Launched
@@ -54,9 +55,13 @@ def test_the_launcher_removes_snapshots_after_the_end(tmp_path: Path, monkeypatc
     assert run_and_clean_up(cfg, lambda: EXIT_DONE) == EXIT_DONE
 
 
-def children_of(pid: int) -> list[int]:
+def ranks_of(pid: int) -> list[int]:
+    """The ranks of a launcher, without the process that they are forked from: a restart forks new ones from it."""
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for task in tasks for child in task.read_text().split()]
+    children = [int(child) for task in tasks for child in task.read_text().split()]
+    ranks = [child for child in children if Path(f"/proc/{child}/comm").read_text() != f"{TEMPLATE_NAME}\n"]
+    assert len(ranks) == 2
+    return ranks
 
 
 def wait_for_steps(log: Path, count: int) -> None:
@@ -64,7 +69,7 @@ def wait_for_steps(log: Path, count: int) -> None:
     while time.monotonic() < until_s:
         if log.is_file() and log.read_text(errors="replace").count('{"event":"step"') >= count:
             return
-        time.sleep(0.02)
+        time.sleep(0.05)
     raise AssertionError(f"{log} has fewer than {count} steps")
 
 
@@ -78,7 +83,7 @@ def test_a_restart_and_the_same_command_after_kill_9_resume_from_memory(tmp_path
     overrides = [
         "run.name=a",
         f"run.dir={tmp_path}",
-        "train.num_steps=120",
+        "train.num_steps=72",
         "model.num_layers=1",
         "launch.nproc=2",
         "checkpoint.ring.slots=2",
@@ -88,10 +93,10 @@ def test_a_restart_and_the_same_command_after_kill_9_resume_from_memory(tmp_path
     log = tmp_path / "a" / "events.jsonl"
     with Launched(*command, output=tmp_path / "first", first=leave_slurm) as first:
         wait_for_steps(log, 16)
-        for pid in children_of(first.pid):
+        for pid in ranks_of(first.pid):
             os.kill(pid, signal.SIGKILL)
         wait_for_steps(log, 32)
-        for pid in (*children_of(first.pid), first.pid):
+        for pid in (*ranks_of(first.pid), first.pid):
             os.kill(pid, signal.SIGKILL)
         assert first.wait(WAIT_S) == -signal.SIGKILL
     last_step = max(event.step for event in events.read(log) if isinstance(event, StepRecord))

@@ -25,7 +25,7 @@ from launch.cli import sweep as sweep_command
 from launch.sweeps import jobs, multirun, scheduler
 from launch.sweeps.jobs import ComposedJob, JobState
 from launch.sweeps.scheduler import ResourceSlot, split_machine
-from tests import composed
+from tests import composed, forked_launchers
 from tests.launch.cli.test_main import ROOT, TINY, harness
 
 pytestmark = pytest.mark.full
@@ -61,7 +61,7 @@ def test_a_failed_job_does_not_stop_the_sweep_and_a_rerun_completes_it(
     blocker = sweep / "optim.lr=0.002" / "manifest.json"
     blocker.mkdir(parents=True)
 
-    result = harness("train", *overrides, cwd=tmp_path, within_s=PATIENCE_S)
+    result = forked_launchers.harness("train", *overrides, cwd=tmp_path, within_s=PATIENCE_S)
     assert result.returncode == 2, result.stdout + result.stderr
     assert result.stderr == "harness: job 0 (optim.lr=-1): optim.lr: must be positive, got -1.0\n"
     lines = result.stdout.splitlines()
@@ -80,7 +80,7 @@ def test_a_failed_job_does_not_stop_the_sweep_and_a_rerun_completes_it(
         assert saved["telemetry"]["tracking_uri"] == f"sqlite:///{tmp_path}/runs/mlflow.db"
 
     blocker.rmdir()
-    result = harness("train", *overrides, cwd=tmp_path, within_s=PATIENCE_S)
+    result = forked_launchers.harness("train", *overrides, cwd=tmp_path, within_s=PATIENCE_S)
     assert result.returncode == 2, result.stdout + result.stderr
     lines = result.stdout.splitlines()
     assert lines[0] == "sweep runs/sweep: 1 of 2 jobs to run, 1 finished before, 1 at once"

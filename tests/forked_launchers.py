@@ -1,0 +1,121 @@
+"""`harness` commands for tests, with launchers that are forked too: `python -m launch.local.node` imports no torch.
+
+Drills and sweeps start a launcher for each run. Here they run in a process of the fork server (`tests.forks`), which
+has imported all that a launcher needs and has one thread, so a fork of it does what the new interpreter would do.
+`ForkedPopen` changes only how the launcher is started: its session, output, environment, exit code and death are those
+of `subprocess.Popen`. Namespaces that `nsenter` would enter are entered by the fork.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from multiprocessing import util
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple, NoReturn
+
+from harness.control.stop_requests import STOP_SIGNALS
+from harness.core import processes
+from tests.cluster.namespaces import enter_namespaces
+from tests.forks import Launched
+
+LAUNCHER = "launch.local.node"
+
+
+NAMESPACES = {"-n": "net", "-u": "uts", "-p": "pid", "-m": "mnt"}
+"""Options of `nsenter` -> names in /proc/PID/ns."""
+
+
+class LauncherCommand(NamedTuple):
+    """`python -m launch.local.node ARGUMENTS`, taken apart."""
+
+    arguments: list[str]
+    spaces: tuple[str, ...]
+    """Files of the namespaces to enter first."""
+
+
+def parse_command(args: Sequence[str]) -> LauncherCommand | None:
+    """None: another command, or one that enters namespaces in another way."""
+    command, prefix = list(args), processes.command(LAUNCHER)
+    start = next((place for place in range(len(command)) if command[place : place + len(prefix)] == prefix), None)
+    if start is None:
+        return None
+    arguments = command[start + len(prefix) :]
+    match command[:start]:
+        case []:
+            return LauncherCommand(arguments, ())
+        case ["nsenter", "-t", pid, *options, "sh", "-c", _, "sh", _] if set(options) <= NAMESPACES.keys():
+            return LauncherCommand(arguments, tuple(f"/proc/{pid}/ns/{NAMESPACES[option]}" for option in options))
+        case _:
+            return None
+
+
+class ForkedPopen(subprocess.Popen[Any]):
+    """`subprocess.Popen` that forks this process where it would start the launcher of a node."""
+
+    def _execute_child(self, args: Any, *others: Any) -> None:
+        command = parse_command(args) if threading.active_count() == 1 else None
+        if command is None:
+            super()._execute_child(args, *others)  # type: ignore[misc]
+            return
+        (*_, env, _, _, _), pipes, (*_, is_session, _) = others[:9], others[9:15], others[15:]
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            run_launcher(command, env, (pipes[0], pipes[3], pipes[5]), is_session=is_session)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+def run_launcher(
+    command: LauncherCommand, environment: Mapping[str, str], standard: Sequence[int], *, is_session: bool
+) -> NoReturn:
+    """Continue a fork as the launcher; `standard`: the descriptors of stdin, stdout and stderr, -1: inherited."""
+    code = 1
+    try:
+        if is_session:
+            os.setsid()
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        for target, source in enumerate(standard):
+            if source != -1:
+                os.dup2(source, target)
+        os.environ.clear()
+        os.environ.update(environment)
+        if command.spaces:
+            cwd = Path.cwd()
+            enter_namespaces(command.spaces)
+            os.chdir(cwd)
+        code = import_module(LAUNCHER).main(command.arguments)
+        util._exit_function()  # type: ignore[attr-defined]
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def fork_launchers() -> None:
+    """Fork launchers in this process from now on."""
+    subprocess.Popen = ForkedPopen  # type: ignore[misc]
+
+
+def harness(
+    *arguments: str, cwd: Path, within_s: float, first: Callable[[], None] = fork_launchers
+) -> subprocess.CompletedProcess[str]:
+    """`harness ARGUMENTS` in this directory. It is killed after `within_s` seconds, with the launchers it started."""
+    with (
+        TemporaryDirectory() as output,
+        Launched("launch.cli.main", *arguments, output=Path(output) / "harness", first=first, cwd=cwd) as command,
+    ):
+        code = command.wait(within_s)
+        return subprocess.CompletedProcess(arguments, code, command.stdout, command.stderr)
