@@ -18,8 +18,10 @@ CURVE_TESTS = tuple(
 POLICY_TESTS = (
     f"{GOLDEN_SERIES}[policy]",
     f"{POLICY}/test_policy_bounds.py",
+    f"{POLICY}/test_record_responses.py",
     f"{POLICY}/test_policy.py",
     f"{POLICY}/test_policy_climbing.py",
+    f"{POLICY}/test_policy_corruption.py",
     f"{POLICY}/test_precision_fallback.py",
     f"{SENTINEL}/test_spike_types.py",
 )
