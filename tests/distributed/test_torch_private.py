@@ -179,9 +179,9 @@ def test_foreach() -> None:
 
 def test_fused_adamw() -> None:
     """Bit for bit what `torch.optim.AdamW` does, and nothing if it is skipped."""
-    options = {"lr": torch.tensor(0.1), "weight_decay": 0.01, "eps": 1e-8}
+    options: dict[str, Any] = {"lr": torch.tensor(0.1), "weight_decay": 0.01, "eps": 1e-8}
     expected = nn.Parameter(torch.linspace(-1, 1, 9))
-    optimizer = torch.optim.AdamW([expected], betas=(0.9, 0.95), fused=True, **options)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW([expected], betas=(0.9, 0.95), fused=True, **options)
     parameter, first, second, step = expected.detach().clone(), torch.zeros(9), torch.zeros(9), torch.zeros(())
     for number in range(3):
         gradient, scale = torch.linspace(3, -2, 9) + number, torch.tensor(2.0)
