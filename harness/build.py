@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,7 +47,7 @@ from harness.planned_changes import PlannedChanges
 from harness.precision.fp8.engine import require_engine
 from harness.precision.fp8.layers import Fp8Layers, convert_to_fp8
 from harness.precision.loss_scale import LossScale, build_loss_scale
-from harness.precision.mixed_precision import DTYPES, fsdp_policy, linear
+from harness.precision.mixed_precision import DTYPES, fp32_matmul_mode, fsdp_policy, linear
 from harness.run_corpus import recorded_data
 from harness.sentinel.device.gate import Gate
 from harness.sentinel.device.mailbox import Mailbox
@@ -68,6 +68,8 @@ class Parts:
     qk_clip: QkClip
     loss_scale: LossScale
     fp8_layers: Fp8Layers
+    emulation: AbstractContextManager[Any]
+    """Around each forward pass: computes half-precision matmuls in fp32 on a CPU that lacks them."""
     comm_stats: CommStats
     compute_clock: ComputeClock
     signals: Signals
@@ -164,6 +166,7 @@ def build(cfg: Config, world: World, run: RunDir, *, shares_snapshots: bool = Fa
         qk_clip=build_qk_clip(cfg, update, device=world.device, comm_stats=comm_stats),
         loss_scale=loss_scale,
         fp8_layers=fp8_layers,
+        emulation=fp32_matmul_mode(DTYPES[cfg.precision.kind], world.device) or nullcontext(),
         comm_stats=comm_stats,
         compute_clock=ComputeClock(model.norm, device=world.device),
         signals=Signals(

@@ -89,15 +89,16 @@ def differentiate(
     """Forward and backward pass of one micro-batch; `digests` get the bits of its outputs and gradients."""
     with parts.fp8_layers.probing(probe and not rows.is_padding):
         mask = parts.model.mask_documents(rows.documents)
-        output = parts.model(
-            rows.inputs,
-            rows.targets,
-            seed=seed,
-            probe=probe,
-            mask=mask,
-            digests=digests,
-            measure_logits=measure_logits,
-        )
+        with parts.emulation:
+            output = parts.model(
+                rows.inputs,
+                rows.targets,
+                seed=seed,
+                probe=probe,
+                mask=mask,
+                digests=digests,
+                measure_logits=measure_logits,
+            )
         parts.compute_clock.end()
         output.objective.backward()
     if digests is not None:
@@ -189,7 +190,7 @@ def _forward_only(parts: Parts, micro_batches: Iterable[Batch]) -> torch.Tensor:
     writes to the shards, and the next step must not compute with the old gathered weights.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=parts.world.device)
-    with parts.fp8_layers.probing(False):
+    with parts.fp8_layers.probing(False), parts.emulation:
         for rows in micro_batches:
             output = parts.model(rows.inputs, rows.targets, mask=parts.model.mask_documents(rows.documents))
             sums += torch.stack([output.row_losses.sum(), output.row_tokens.sum()])

@@ -44,7 +44,6 @@ from harness.distributed.determinism import DeterministicSettings, deterministic
 from harness.distributed.world import World, connected, rank_from_environment
 from harness.precision.attention import fast_attention
 from harness.precision.fp8.engine import require_engine
-from harness.precision.mixed_precision import emulate_half_matmul
 from harness.recomputation import choose_recomputation, explain_off
 from harness.recovery import run_actions
 from harness.remote_resume import restore_remote_run
@@ -320,7 +319,6 @@ def run_opened(
         enter_on_all_ranks(watching(directory, stop, is_first=world.is_first)) as inbox,
         GcSchedule() as gc_schedule,
         StepProfiler(directory, cfg.profile, rank=world.rank, world_size=world.size, device=world.device) as profiler,
-        emulate_half_matmul(cfg.precision.kind, world.device),
     ):
         run_on_rank_zero(lambda: write_manifest(directory, run_manifest(cfg, parts, settings)))
         state, events = resume(cfg, parts, opened)

@@ -18,24 +18,17 @@ import time
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from harness.analysis.plan.preflight import check_preflight, preflight
-from harness.config.compose import conf_dir, explain, list_groups, load, read_tree, register, validate
+from harness.config.compose import compose_job, conf_dir, explain, list_groups, load, read_tree, register, validate
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError, require
-from harness.config.key_help import render_keys
 from harness.config.launch import LaunchKind
 from harness.config.schema import Config
 from harness.core.fast_imports import loading
-from harness.core.locking.run_lease import require_free
-from harness.core.rundir import check_resume, locate, name_run
 from harness.core.safe_stream import safe_output
-from harness.telemetry.evaluation_process import require_evaluation
-from harness.telemetry.sinks.sink_checks import require_packages, require_sinks
-from launch.local.thread_count import count_expected_ranks, rank_thread_environment
-from launch.local.worker import select_worker
-from launch.sweeps.jobs import ComposedJob
-from launch.sweeps.multirun import run_sweep
+
+if TYPE_CHECKING:
+    from launch.sweeps.jobs import ComposedJob
 
 FLAGS = (
     *("-h", "--help", "-m", "--multirun", "-c", "--cfg", "--resolve", "-p", "--package", "--hydra-help", "--version"),
@@ -57,9 +50,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG
     if {"-h", "--help"} & set(arguments):
-        return print_help([override for override in arguments if "=" in override])
+        with loading():
+            return print_help([override for override in arguments if "=" in override])
     sys.argv = ["harness train", *arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    register_sweep_name()
+    try:
+        return run_app(arguments) if needs_app(arguments) else run_job(*compose_job(arguments), arguments)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        config_error = explain(error, [override for override in arguments if "=" in override])
+        if not isinstance(config_error, ConfigError):
+            raise
+        print(f"harness: {config_error}", file=sys.stderr)
+        return EXIT_BAD_CONFIG
+
+
+def needs_app(arguments: Sequence[str]) -> bool:
+    """Whether Hydra's app must read these arguments: flags, and overrides of Hydra's own config.
+
+    All others are composed here. The app composes every config twice: first to find out whether it is a sweep.
+    """
+    return any(argument.startswith(("-", "hydra", "+hydra", "~hydra")) for argument in arguments)
+
+
+def run_app(arguments: Sequence[str]) -> int:
+    """Run Hydra's app, and then the sweep if it composed one; returns the exit code."""
     import hydra
 
     codes: list[int] = []
@@ -76,19 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             codes.append(run_job(tree, settings, arguments))
 
     register()
-    register_sweep_name()
-    app = hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(job)
-    try:
-        app()
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except Exception as error:
-        config_error = explain(error, [override for override in arguments if "=" in override])
-        if not isinstance(config_error, ConfigError):
-            raise
-        print(f"harness: {config_error}", file=sys.stderr)
-        return EXIT_BAD_CONFIG
+    hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(job)()
     if sweep:
+        from harness.analysis.plan.preflight import preflight
+        from launch.sweeps.multirun import run_sweep
+
         print_warnings(problem for composed in sweep if composed.cfg for problem in preflight(composed.cfg))
         return run_sweep(sweep[0].sweep, sweep, arguments)
     return codes[0] if codes else EXIT_DONE
@@ -112,6 +121,8 @@ def check_flags(arguments: Sequence[str]) -> None:
 
 def print_help(overrides: Sequence[str]) -> int:
     """Print groups, keys with their values and meanings, and examples; returns the exit code."""
+    from harness.config.key_help import render_keys
+
     try:
         cfg = load(overrides)
     except ConfigError as error:
@@ -148,6 +159,9 @@ def run_job(tree: Any, settings: Any, arguments: Sequence[str]) -> int:
 
 def compose_sweep_job(tree: Any, settings: Any, arguments: Sequence[str]) -> ComposedJob:
     """Check one job of a sweep as Hydra composed it; it starts when all are composed."""
+    from harness.analysis.plan.preflight import check_preflight
+    from launch.sweeps.jobs import ComposedJob
+
     keys = swept_keys(settings, arguments)
     parsed = [override.partition("=") for override in settings.overrides.task]
     overrides = {key: value for key, _, value in parsed if key in keys}
@@ -173,7 +187,14 @@ def launch_run(cfg: Config) -> int:
 
     For Kubernetes, only its manifest is printed.
     """
+    from harness.analysis.plan.preflight import check_preflight
+    from harness.core.locking.run_lease import require_free
+    from harness.core.rundir import check_resume, locate, name_run
+    from harness.telemetry.evaluation_process import require_evaluation
+    from harness.telemetry.sinks.sink_checks import require_packages, require_sinks
     from launch.local.banner import finished_line, render_banner
+    from launch.local.thread_count import count_expected_ranks, rank_thread_environment
+    from launch.local.worker import select_worker
 
     problems = check_preflight(cfg)
     require_packages(cfg.telemetry)

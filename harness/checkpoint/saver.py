@@ -19,7 +19,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -196,7 +196,7 @@ def _publish(
     rollback: Mapping[str, float],
 ) -> int:
     """On rank 0: write state.json and the manifest, then rename, which makes it a checkpoint. Returns its bytes."""
-    write_atomically(scratch / catalog.STATE_FILE, json.dumps(asdict(state)))
+    write_atomically(scratch / catalog.STATE_FILE, json.dumps(state.as_dict()))
     files |= integrity.hash_files(scratch, [METADATA_FILE, catalog.STATE_FILE])
     manifest = Manifest(
         step=state.step,

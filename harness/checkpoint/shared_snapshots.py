@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from socket import gethostname
 from threading import Lock
@@ -156,7 +156,7 @@ class SharedSnapshots:
             iteration=state.iteration,
             num_bytes=self.num_bytes,
             sha256=sha256,
-            state=asdict(state),
+            state=state.as_dict(),
         )
 
     def wait(self) -> None:

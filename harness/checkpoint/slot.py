@@ -80,6 +80,6 @@ class Slot:
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether all values of tensors in host memory are finite."""
-    floats = (part for part in tensors if part.is_floating_point() and part.numel())
-    extremes = (torch.stack(torch.aminmax(part)) for part in floats)
-    return all(bool(pair.isfinite().all()) for pair in extremes)  # sync: none, in host memory
+    floats = [part for part in tensors if part.is_floating_point() and part.numel()]
+    extremes = [extreme for part in floats for extreme in torch.aminmax(part)]
+    return not extremes or bool(torch.stack(extremes).isfinite().all())  # sync: none, in host memory

@@ -10,7 +10,8 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
@@ -84,14 +85,41 @@ def usual_warmup(num_steps: int) -> int:
 
 def load(overrides: Sequence[str] = ()) -> Config:
     """Compose the default configuration with `overrides`, like the Hydra command line."""
+    try:
+        return validate(compose_tree(overrides))
+    except Exception as error:
+        raise explain(error, overrides) from None
+
+
+def compose_job(overrides: Sequence[str]) -> tuple[Any, Any]:
+    """The composed tree of one job, and Hydra's own settings for it."""
+    from omegaconf import open_dict
+
+    tree = compose_tree(overrides, return_hydra_config=True)
+    settings = tree.hydra
+    with open_dict(tree):
+        del tree["hydra"]
+    return tree, settings
+
+
+def compose_tree(overrides: Sequence[str], **options: bool) -> Any:
+    """The default tree with `overrides`; `options` go to Hydra."""
     from hydra import compose, initialize_config_dir
 
     register()
+    with parsing_in_c(), initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return compose("config", overrides=list(overrides), **options)
+
+
+@contextmanager
+def parsing_in_c() -> Iterator[None]:
+    """OmegaConf derives the loader of each file from `yaml.SafeLoader`; inside, that is the parser in C."""
+    in_python = yaml.SafeLoader
+    yaml.SafeLoader = FAST_LOADER  # type: ignore[misc]
     try:
-        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            return validate(compose("config", overrides=list(overrides)))
-    except Exception as error:
-        raise explain(error, overrides) from None
+        yield
+    finally:
+        yaml.SafeLoader = in_python  # type: ignore[misc]
 
 
 def read(path: Path) -> Config:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from enum import StrEnum
+from functools import cache
 from typing import Any
 
 from harness.config.schema import Config
@@ -22,10 +24,16 @@ NARROW = 90
 """Below this width a meaning starts on the line after its key."""
 
 
+@cache
+def _classes_of(module: str) -> dict[str, ast.ClassDef]:
+    """Class name -> its syntax tree. `inspect.getsource` of each class would parse the whole module every time."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
 def field_texts(section: type) -> dict[str, str]:
     """Field name -> the docstring under it, in one line; empty if there is none."""
-    (node,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
-    assert isinstance(node, ast.ClassDef)
+    node = _classes_of(section.__module__)[section.__name__]
     texts: dict[str, str] = {}
     for statement, next_statement in zip(node.body, [*node.body[1:], None], strict=True):
         match statement:

@@ -23,7 +23,7 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -106,7 +106,8 @@ class SnapshotSet:
         return self.path / name
 
     def write_header(self, name: str, header: SnapshotHeader) -> None:
-        _write_atomically(self.path / f"{name}{HEADER_SUFFIX}", json.dumps(asdict(header)))
+        content = {each.name: getattr(header, each.name) for each in fields(header)}
+        _write_atomically(self.path / f"{name}{HEADER_SUFFIX}", json.dumps(content))
 
     def remove_header(self, name: str) -> None:
         (self.path / f"{name}{HEADER_SUFFIX}").unlink(missing_ok=True)

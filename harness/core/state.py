@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
@@ -29,6 +29,10 @@ class RunState:
     """Operator's factor on the learning rate."""
     sentinel: dict[str, Any] = field(default_factory=dict)
     """State of the detectors and the policy, as plain data, in a snapshot or on disk."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name, as in state.json. `dataclasses.asdict` would copy the sentinel's state at every depth."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def advance(self, *, next_cursor: int, given_back: int = 0, tokens: int) -> None:
         """Count one issued iteration. Its update counts as applied until its record arrives."""

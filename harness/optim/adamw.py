@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from harness.distributed.torch_private.foreach import foreach_add_
+from harness.distributed.torch_private.fused_adamw import fused_adamw_
 from harness.optim.stochastic_rounding import RoundingNoise, element_noise, round_to_bf16
 from harness.optim.weight_digest import UpdateSums, sum_bits, sum_weights
 
@@ -60,23 +60,15 @@ def step_fused(
         return _step_rounded(shards, options, noise, skip_mask=skip_mask, divisor=divisor)
     parameters, gradients, firsts, seconds, steps = (list(column) for column in zip(*shards, strict=True))
     before = sum_bits(parameters)
-    adamw(
+    fused_adamw_(
         parameters,
         gradients,
         firsts,
         seconds,
-        [],
         steps,
-        fused=True,
         grad_scale=divisor,
         found_inf=skip_mask,
-        amsgrad=False,
-        beta1=options.beta1,
-        beta2=options.beta2,
-        lr=options.lr,
-        weight_decay=options.weight_decay,
-        eps=options.eps,
-        maximize=False,
+        **options._asdict(),
     )
     return sum_weights(parameters)._replace(before=before)
 

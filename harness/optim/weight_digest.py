@@ -21,6 +21,8 @@ from torch import Tensor
 from harness.distributed.torch_private.foreach import foreach_norm
 
 DIGEST_MASK = 2**32 - 1
+FEW_ELEMENTS = 2**16
+"""Shards up to this size are joined before they are summed: on their own each would take longer to call than to sum."""
 
 
 class UpdateSums(NamedTuple):
@@ -81,7 +83,11 @@ def sum_weights(weights: Sequence[Tensor]) -> UpdateSums:
 
 def sum_bits(weights: Sequence[Tensor]) -> Tensor:
     """Sum of the bit patterns of fp32 tensors, modulo 2**32; int64."""
-    sums = [weight.detach().view(torch.int32).sum(dtype=torch.int64) for weight in weights]
+    flat = [weight.detach().flatten() for weight in weights]
+    parts = [weight for weight in flat if len(weight) > FEW_ELEMENTS]
+    if len(parts) < len(flat):
+        parts.append(torch.cat([weight for weight in flat if len(weight) <= FEW_ELEMENTS]))
+    sums = [part.view(torch.int32).sum(dtype=torch.int64) for part in parts]
     return torch.stack(sums).sum() & DIGEST_MASK
 
 

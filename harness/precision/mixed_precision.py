@@ -101,10 +101,13 @@ class Fp32MatmulMode(TorchFunctionMode):
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        options = dict(kwargs or {})
-        inputs = (*args, *options.values())
-        if func not in self.MATMULS or not any(getattr(value, "dtype", None) is self._dtype for value in inputs):
+        options = kwargs or {}
+        if func not in self.MATMULS:  # first: nearly every call, each read of a shape included
             return func(*args, **options)
+        inputs = (*args, *options.values())
+        if not any(getattr(value, "dtype", None) is self._dtype for value in inputs):
+            return func(*args, **options)
+        options = dict(options)
         out = options.pop("out", None)
         rounded = func(*map(_to_fp32, args), **{key: _to_fp32(value) for key, value in options.items()}).to(self._dtype)
         return rounded if out is None else out.copy_(rounded)

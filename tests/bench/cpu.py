@@ -5,11 +5,12 @@
     OMP_WAIT_POLICY=passive python -m tests.bench.cpu                      threads that sleep while they wait
 
 *Plain* is torch alone: one process with one thread per core, the same model, loss, data and AdamW, and
-`clip_grad_norm_`; bf16 by autocast. The others run the complete loop of `harness.train` (FSDP2 over gloo, sentinel,
-log, heartbeat, snapshots in memory): as one rank with one thread per core, and as the launcher starts it, one rank with
-one thread per core, with the overrides of each `--variant` too. All sides are started once. Then they run blocks of
-steps one after the other, in rotating order; the other sides sleep. CPU seconds are reported with wall-clock seconds:
-on a machine with other load only CPU seconds are comparable. *Cores* is the mean number of busy cores.
+`clip_grad_norm_`; bf16 by autocast. *DDP* is the same with one rank per core in `DistributedDataParallel`. The others
+run the complete loop of `harness.train` (FSDP2 over gloo, sentinel, log, heartbeat, snapshots in memory): as one rank
+with one thread per core, and as the launcher starts it, one rank with one thread per core, with the overrides of each
+`--variant` too. All sides are started once. Then they run blocks of steps one after the other, in rotating order; the
+other sides sleep. CPU seconds are reported with wall-clock seconds: on a machine with other load only CPU seconds are
+comparable. *Cores* is the mean number of busy cores.
 Left out: startup, evaluations, checkpoints on disk, and MLflow, which runs in its own process.
 """
 
@@ -30,7 +31,10 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from harness.build import parameter_groups
@@ -39,6 +43,7 @@ from harness.config.precision import PrecisionKind
 from harness.config.schema import Config
 from harness.data.order.ledger import Ledger
 from harness.data.sources import open_data
+from harness.distributed.world import rank_from_environment
 from harness.faults.site import intercept
 from harness.model.init import initialize
 from harness.model.loss import IGNORED
@@ -94,10 +99,15 @@ def train_harness(cfg: Config, permits: StepPermits) -> None:
 
 
 def train_plain(cfg: Config, permits: StepPermits) -> None:
-    """Train with a plain torch loop."""
+    """Train with a plain torch loop; with several ranks in `DistributedDataParallel`."""
+    rank, world_size, _ = rank_from_environment()
     model = Transformer(cfg.model, sequence_length=cfg.train.sequence_length, linear=linear)
     initialize(model, cfg.model, seed=cfg.run.seed)
     groups = parameter_groups(model, cfg)
+    compute: nn.Module = model
+    if world_size > 1:
+        dist.init_process_group("gloo")
+        compute = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(
         [{"params": list(group.parameters.values()), "weight_decay": group.weight_decay} for group in groups],
         betas=(cfg.optim.beta1, cfg.optim.beta2),
@@ -105,18 +115,19 @@ def train_plain(cfg: Config, permits: StepPermits) -> None:
         fused=True,
     )
     rates = [cfg.optim.lr * each for each in schedule_table(cfg.optim, num_steps=cfg.train.num_steps)]
-    batches, _ = open_data(cfg, rank=0, world_size=1, device=torch.device("cpu"), ledger=Ledger())
+    batches, _ = open_data(cfg, rank=rank, world_size=world_size, device=torch.device("cpu"), ledger=Ledger())
     in_bf16 = cfg.precision.kind is PrecisionKind.bf16
-    seed = 1 / (cfg.train.batch_size * cfg.train.sequence_length)
+    seed = world_size / (cfg.train.batch_size * cfg.train.sequence_length)  # DDP takes the mean over the ranks
     for index, rate in enumerate(rates):
         permits.acquire()
         batch = batches[index]
         if in_bf16:  # the chunked loss of the model does not run under autocast
+            assert world_size == 1, "DDP only sees calls of the model itself"
             with torch.autocast("cpu", torch.bfloat16):
                 logits = model.logits(batch.inputs, mask=model.mask_documents(batch.documents)).flatten(0, 1)
             objective = seed * cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORED, reduction="sum")
         else:
-            objective = model(
+            objective = compute(
                 batch.inputs, batch.targets, seed=seed, mask=model.mask_documents(batch.documents)
             ).objective
         objective.backward()  # type: ignore[no-untyped-call]
@@ -200,14 +211,23 @@ def set_environment(variables: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def build_sides(overrides: Sequence[str], variants: Sequence[str], *, num_steps: int, directory: str) -> list[Side]:
+def build_sides(
+    overrides: Sequence[str],
+    variants: Sequence[str],
+    precisions: Sequence[PrecisionKind],
+    *,
+    num_steps: int,
+    directory: str,
+) -> list[Side]:
     """All sides of the comparison; the first one is the baseline."""
     num_cores = len(os.sched_getaffinity(0))
-    methods = [("plain", train_plain, 1, ""), ("harness", train_harness, 1, "")]
+    methods = [("plain", train_plain, 1, ""), ("DDP", train_plain, num_cores, ""), ("harness", train_harness, 1, "")]
     methods += [("harness", train_harness, num_cores, each) for each in ("", *variants)]
     all_sides: list[Side] = []
     for name, train, num_ranks, variant in methods:
-        for precision in PRECISIONS:
+        for precision in precisions:
+            if name == "DDP" and precision is PrecisionKind.bf16:
+                continue
             side_overrides = [*overrides, f"precision={precision}", *FIXED_OVERRIDES, *filter(None, variant.split(","))]
             side_overrides += [f"train.num_steps={num_steps}", f"run.dir={directory}", f"run.name=side{len(all_sides)}"]
             num_threads = num_cores // num_ranks
@@ -252,13 +272,16 @@ def main() -> None:
     parser.add_argument(
         "--variant", action="append", default=[], help="one rank a core with overrides, comma-separated"
     )
+    parser.add_argument("--precisions", nargs="+", type=PrecisionKind, choices=PRECISIONS, default=PRECISIONS)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10, help="steps of a block")
     options = parser.parse_args()
     cfg = load(options.overrides)
     num_steps = max(cfg.train.num_steps, WARMUP_STEPS + options.rounds * options.steps + 1)
     with tempfile.TemporaryDirectory() as directory:
-        all_sides = build_sides(options.overrides, options.variant, num_steps=num_steps, directory=directory)
+        all_sides = build_sides(
+            options.overrides, options.variant, options.precisions, num_steps=num_steps, directory=directory
+        )
         load_before = os.getloadavg()[0]
         measure(all_sides, rounds=options.rounds, num_steps=options.steps)
     batch = f"{cfg.train.batch_size} x {cfg.train.sequence_length} tokens"

@@ -162,7 +162,7 @@ class PlainSteps:
         self.state.cursor += 1
         seed = 1 / (cfg.train.batch_size * cfg.train.sequence_length)
         for rows in batch.micro_batches(cfg.train.micro_batch_size or len(batch.inputs)):
-            with parts.fp8_layers.probing(False):
+            with parts.fp8_layers.probing(False), parts.emulation:
                 parts.model(
                     rows.inputs, rows.targets, seed=seed, mask=parts.model.mask_documents(rows.documents)
                 ).objective.backward()

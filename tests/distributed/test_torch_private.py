@@ -29,6 +29,7 @@ from harness.distributed.torch_private.flight_recorder import recorded_collectiv
 from harness.distributed.torch_private.foreach import foreach_add_, foreach_copy_, foreach_norm
 from harness.distributed.torch_private.fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from harness.distributed.torch_private.fsdp_param import cast_on_copy, fsdp_params
+from harness.distributed.torch_private.fused_adamw import fused_adamw_
 from harness.distributed.torch_private.inductor_options import PINNED, compile_options
 from harness.distributed.torch_private.operator_mode import OperatorMode
 from harness.distributed.torch_private.pytree import tree_map
@@ -174,6 +175,23 @@ def test_foreach() -> None:
     assert [step.item() for step in steps] == [2.0, 3.0]
     foreach_copy_(steps, [torch.tensor(8.0), torch.tensor(9.0)], non_blocking=True)
     assert [step.item() for step in steps] == [8.0, 9.0]
+
+
+def test_fused_adamw() -> None:
+    """Bit for bit what `torch.optim.AdamW` does, and nothing if it is skipped."""
+    options: dict[str, Any] = {"lr": torch.tensor(0.1), "weight_decay": 0.01, "eps": 1e-8}
+    expected = nn.Parameter(torch.linspace(-1, 1, 9))
+    optimizer = torch.optim.AdamW([expected], betas=(0.9, 0.95), fused=True, **options)
+    parameter, first, second, step = expected.detach().clone(), torch.zeros(9), torch.zeros(9), torch.zeros(())
+    for number in range(3):
+        gradient, scale = torch.linspace(3, -2, 9) + number, torch.tensor(2.0)
+        expected.grad = gradient / scale
+        optimizer.step()
+        columns = [parameter], [gradient], [first], [second], [step]
+        for skip in (torch.ones(()), torch.zeros(())):
+            fused_adamw_(*columns, grad_scale=scale, found_inf=skip, beta1=0.9, beta2=0.95, **options)
+            assert torch.equal(parameter, expected) is not bool(skip)
+        assert step == number + 1
 
 
 def test_compiled_call() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.optim.weight_digest import DIGEST_MASK, UpdateSums, WeightDigest, sum_bits, sum_weights
+from harness.optim.weight_digest import DIGEST_MASK, FEW_ELEMENTS, UpdateSums, WeightDigest, sum_bits, sum_weights
 
 
 def weights() -> list[Tensor]:
@@ -35,6 +35,13 @@ def test_the_digest_does_not_depend_on_the_shards() -> None:
     shards = [[first[:20], second[:7]], [first[20:], second[7:]]]
     parts = sum(int(digest_of(shard).total) for shard in shards)
     assert parts & DIGEST_MASK == digest_of([first, second]).total
+
+
+def test_the_digest_does_not_depend_on_which_shards_are_joined() -> None:
+    long, short, empty = torch.linspace(-1, 1, FEW_ELEMENTS + 1), torch.linspace(3, 4, 24), torch.empty(0, 8)
+    total = sum(int(tensor.view(torch.int32).sum(dtype=torch.int64)) for tensor in (long, short)) & DIGEST_MASK
+    assert sum_bits([short.view(4, 6), long, empty]) == sum_bits([long, short]) == total
+    assert sum_bits([empty]) == 0
 
 
 def test_sums_are_those_of_the_weights() -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -60,7 +61,7 @@ PARTS = (
 """The parts of the vector, in order."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SignalLayout:
     """The place of each number in the signal vector."""
 
@@ -76,12 +77,12 @@ class SignalLayout:
     has_fp8: bool = False
     """Whether the run uses fp8; adds the parts that measure underflow and saturation."""
 
-    @property
+    @cached_property
     def blocks(self) -> tuple[str, ...]:
         """The layer groups that are transformer blocks."""
         return tuple(group for group in self.groups if group.startswith("blocks."))
 
-    @property
+    @cached_property
     def parts(self) -> dict[str, slice]:
         """Part name -> its slice of the vector."""
         groups, sources, roles = len(self.groups), len(self.sources), len(TensorRole) if self.has_fp8 else 0
