@@ -39,6 +39,8 @@ class ContextSplit:
     rank: int
     """Index of this rank among them."""
     group_name: str = ""
+    te_obstacle: str = ""
+    """Why attention is not computed by Transformer Engine; equal on all ranks, so that they compile the same graph."""
     """Name of their process group; empty if nothing is gathered."""
 
     def take(self, values: Tensor, dim: int) -> Tensor:
@@ -48,6 +50,11 @@ class ContextSplit:
         late = 2 * self.size - 1 - self.rank
         chunks = [values.narrow(dim, number * length, length) for number in (self.rank, late)]
         return torch.cat(chunks, dim=dim)
+    def chunk_ends(self, length: int) -> tuple[int, int]:
+        """Where this rank's two chunks of a sequence of `length` tokens end: how many keys they see."""
+        chunk = length // (2 * self.size)
+        return (self.rank + 1) * chunk, (2 * self.size - self.rank) * chunk
+
 
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Positions of this rank's tokens in a sequence of `length` tokens; int32."""
@@ -65,11 +72,11 @@ _MEMBERSHIPS: dict[str, _Membership] = {}
 """Group name -> membership. Operators take names, not groups. A process is in one context group at a time."""
 
 
-def split_of(world: World) -> ContextSplit | None:
+def split_of(world: World, *, te_obstacle: str = "") -> ContextSplit | None:
     """This rank's part of each sequence; None: whole sequences."""
     if world.context_group is None:
         return None
-    return ContextSplit(world.context, world.context_rank, world.context_group.group_name)
+    return ContextSplit(world.context, world.context_rank, world.context_group.group_name, te_obstacle)
 
 
 def join_context(world: World, timed: Callable[[], AbstractContextManager[None]]) -> None:
