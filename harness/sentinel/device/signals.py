@@ -23,7 +23,7 @@ from torch import Tensor
 
 from harness.core.events import TOKEN_LOSS_EDGES
 from harness.distributed.bit_digests import stage_names
-from harness.distributed.collectives import all_reduce_sum
+from harness.distributed.collectives import all_reduce_max, all_reduce_sum
 from harness.distributed.reduce_scatter import CommStats
 from harness.distributed.world import World
 from harness.precision.fp8.quantize_meters import SCALE_EXPONENTS, TensorRole
@@ -189,8 +189,15 @@ class Signals:
             self._add("entropy_tokens", entropy[1])
 
     def add_attention_logits(self, logits: Tensor) -> None:
-        """Add this rank's largest sampled attention logit of each layer, from [layers, heads]; negative ones as 0."""
-        self._part("attention_logits").copy_(logits.amax(dim=1).clamp(min=0))
+        """Add this rank's largest sampled attention logit of each layer, from [layers, heads]; negative ones as 0.
+
+        The queries of a sequence are spread over its context group, so the largest one is that of the group.
+        """
+        largest = logits.amax(dim=1).clamp(min=0)
+        if self._world.context_group is not None:
+            with self._comm_stats.timed():
+                all_reduce_max(largest, self._world.context_group)
+        self._part("attention_logits").copy_(largest)
 
     def add_gradients(self) -> None:
         """Add the squared gradient norm of each layer group, and of this rank before the reduce-scatter.
