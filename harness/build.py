@@ -116,7 +116,7 @@ def build(cfg: Config, world: World, run: RunDir, *, shares_snapshots: bool = Fa
     model, fp8_layers = build_model(cfg, world)
     parallel = resolve_resharding(cfg)
     comm_stats = shard(model, model.blocks, world=world, cfg=parallel, precision=fsdp_policy(cfg.precision.kind))
-    join_context(world, comm_stats.timed)
+    join_context(world, comm_stats)
     if parallel.activation_offload:
         model.offload = ActivationOffload(len(model.blocks), world.device)
     model.to_empty(device=world.device)

@@ -273,9 +273,18 @@ class Signals:
         self._set_slot("weights_changed", changed)
         self._add("weights", square / self._world.replicate)
 
-    def add_corruption(self, stage: Tensor) -> None:
-        """Add 1 + the first stage at which a micro-batch that was computed twice differs; 0: the bits are equal."""
+    def add_exchange(self, first: Tensor | None) -> None:
+        """Add the number of the first exchange in which this rank sent NaN or Inf to its context group; 0: in none;
+        None: there was no exchange."""
+        if first is not None:
+            self._set_slot("exchange", first)
+
+    def add_corruption(self, stage: Tensor, exchange: Tensor | None = None) -> None:
+        """Add 1 + the first stage at which a micro-batch that was computed twice differs; 0: the bits are equal.
+        `exchange`: the number of the first exchange with its context group that differs."""
         self._set_slot("corruption", stage)
+        if exchange is not None:
+            self._set_slot("corrupted_exchange", exchange)
 
     def add_fp8(self, sums: Mapping[str, Tensor]) -> None:
         """Add the fp8 underflow and saturation counts of a probed step: part name -> values."""
