@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from harness.core import events
-from harness.core.events import EvalRecord, Finding, StepRecord
+from harness.core.events import EvalRecord, Finding, FindingKind, StepRecord
 from harness.drills.scenario import load_scenario
 from tests.analysis.postmortem.causes import INJECTED, blamed
 from tests.distributed import cases, context_cases, faulty_runs, test_drills, test_sentinel, test_trials
@@ -211,10 +211,11 @@ def test_a_drill_passes_with_shared_sequences(ranks: Pool, shared_runs: Path, na
     overrides = (*test_drills.cpu_overrides(name), "parallel.context=2")
     card = test_drills.run_drill(ranks, shared_runs, name, overrides)
     assert not test_drills.broken_bounds(card), card.score.remarks
-    if load_scenario(name).expected.names_rank:
-        found = events.read(shared_runs / f"drill-{name}" / "events.jsonl")
-        named = {tuple(each.ranks) for each in found if isinstance(each, Finding) and each.ranks}
-        assert named == {(1,)}
+    expected = load_scenario(name).expected
+    if expected.names_rank:
+        log = events.read(shared_runs / f"drill-{name}" / "events.jsonl")
+        found = [event for event in log if isinstance(event, Finding) and event.kind in expected.findings]
+        assert {tuple(finding.ranks) for finding in found} == {(1,)}
     assert blamed(shared_runs / f"drill-{name}") is INJECTED[name], "the post-mortem blames what was injected"
 
 
@@ -225,7 +226,8 @@ def test_bad_tokens_in_the_part_of_one_rank_are_skipped(ranks: Pool, shared_runs
     card = test_drills.run_drill(ranks, shared_runs / "part", "poisoned_batch", overrides, rank=1)
     assert not test_drills.broken_bounds(card), card.score.remarks
     log = list(events.read(shared_runs / "part" / "drill-poisoned_batch" / "events.jsonl"))
-    assert not [event for event in log if isinstance(event, Finding) and event.ranks]
+    blaming = (FindingKind.rank_outlier, FindingKind.data_mismatch, FindingKind.corruption, FindingKind.nonfinite)
+    assert not [event for event in log if isinstance(event, Finding) and event.kind in blaming]
 
 
 @pytest.fixture(scope="module")
