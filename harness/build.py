@@ -36,7 +36,7 @@ from harness.distributed.fsdp import shard
 from harness.distributed.reduce_scatter import CommStats
 from harness.distributed.world import World, device_memory_bytes
 from harness.held_out import HeldOut, open_held_out
-from harness.model.attention_layer import attention_backend, check_chunks
+from harness.model.attention_layer import attention_backend, check_chunks, find_te_obstacle
 from harness.model.init import initialize
 from harness.model.mup import parameter_table, role_of
 from harness.model.size import flops_per_token, needs_resharding, num_parameters
@@ -118,7 +118,7 @@ def build(cfg: Config, world: World, run: RunDir, *, shares_snapshots: bool = Fa
     model, fp8_layers = build_model(cfg, world)
     parallel = resolve_resharding(cfg)
     comm_stats = shard(model, model.blocks, world=world, cfg=parallel, precision=fsdp_policy(cfg.precision.kind))
-    join_context(world, comm_stats.timed)
+    join_context(world, comm_stats)
     if parallel.activation_offload:
         model.offload = ActivationOffload(len(model.blocks), world.device)
     model.to_empty(device=world.device)
@@ -188,6 +188,7 @@ def build(cfg: Config, world: World, run: RunDir, *, shares_snapshots: bool = Fa
 def build_model(cfg: Config, world: World) -> tuple[Transformer, Fp8Layers]:
     """The model and its fp8 layers, without memory for their tensors."""
     check_chunks(cfg, world.device)
+    te_obstacle = find_te_obstacle(cfg.model) if world.context > 1 else ""
     with torch.device("meta"):
         model = Transformer(
             cfg.model,
@@ -195,7 +196,7 @@ def build_model(cfg: Config, world: World) -> tuple[Transformer, Fp8Layers]:
             linear=linear,
             own_kernels=cfg.parallel.compile,
             deterministic=cfg.run.deterministic,
-            context=split_of(world),
+            context=split_of(world, te_obstacle=te_obstacle),
         )
         fp8_layers = convert_to_fp8(model.blocks, cfg.precision)
     return model, fp8_layers

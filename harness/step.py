@@ -44,17 +44,19 @@ def forward_backward(parts: Parts, batch: Batch, *, cfg: Config, probe: bool, re
     measure_logits = probe or parts.qk_clip.measures_always
     if measure_logits:
         parts.qk_clip.start_step()
+    exchanges = parts.comm_stats.exchanges
     if digests is not None and recompute is not None:
         rows = fetch_rows(micro_batches[0], recompute)
         if parts.world.replicate > 1:
             set_replica_all_reduce(parts.model, enabled=True)
-        with discarding(parts), digests.recording(Computation.again):
+        with discarding(parts), digests.recording(Computation.again), exchanges.recording(Computation.again):
             differentiate(parts, rows, seed=seed, probe=probe, digests=digests, measure_logits=measure_logits)
+    exchanges.start()
     for number, rows in enumerate(micro_batches, start=1):
         if parts.world.replicate > 1:
             set_replica_all_reduce(parts.model, enabled=number == len(micro_batches))
         if digests is not None and number == 1:
-            with digests.recording(Computation.step):
+            with digests.recording(Computation.step), exchanges.recording(Computation.step):
                 output = differentiate(
                     parts, rows, seed=seed, probe=probe, digests=digests, measure_logits=measure_logits
                 )
@@ -73,8 +75,9 @@ def forward_backward(parts: Parts, batch: Batch, *, cfg: Config, probe: bool, re
         )
     if probe:
         parts.signals.add_attention_logits(parts.qk_clip.logits)
+    parts.signals.add_exchange(exchanges.take_first_nonfinite())
     if digests is not None and recompute is not None:
-        parts.signals.add_corruption(compare_computations(digests, recompute))
+        parts.signals.add_corruption(compare_computations(digests, recompute), exchanges.first_difference(recompute))
 
 
 def differentiate(

@@ -20,9 +20,9 @@ def all_reduce_sum(vector: Tensor) -> Tensor:
     return vector
 
 
-def all_reduce_max(tensor: Tensor) -> Tensor:
-    """Maximum over all ranks, in place."""
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+def all_reduce_max(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Maximum over all ranks of a group, in place; None: over all ranks."""
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
     return tensor
 
 

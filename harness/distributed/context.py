@@ -16,8 +16,6 @@ Left out: overlap of the gather with the projections; second derivatives.
 # ruff: noqa: ARG001  (fake implementations take all arguments and need few)
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
@@ -25,6 +23,7 @@ import torch
 from torch import Tensor
 
 from harness.distributed.collectives import all_gather_stack, reduce_scatter_stack
+from harness.distributed.reduce_scatter import CommStats
 from harness.distributed.world import ContextGroup, World
 from harness.precision.fp8.custom_ops import LIBRARY, define_op
 
@@ -40,6 +39,8 @@ class ContextSplit:
     """Index of this rank among them."""
     group_name: str = ""
     """Name of their process group; empty if nothing is gathered."""
+    te_obstacle: str = ""
+    """Why attention is not computed by Transformer Engine; equal on all ranks, so that they compile the same graph."""
 
     def take(self, values: Tensor, dim: int) -> Tensor:
         """This rank's two chunks of a dimension that runs over a whole sequence; a new tensor."""
@@ -49,34 +50,39 @@ class ContextSplit:
         chunks = [values.narrow(dim, number * length, length) for number in (self.rank, late)]
         return torch.cat(chunks, dim=dim)
 
+    def chunk_ends(self, length: int) -> tuple[int, int]:
+        """Where this rank's two chunks of a sequence of `length` tokens end: how many keys they see."""
+        chunk = length // (2 * self.size)
+        return (self.rank + 1) * chunk, (2 * self.size - self.rank) * chunk
+
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Positions of this rank's tokens in a sequence of `length` tokens; int32."""
         return self.take(torch.arange(length, dtype=torch.int32, device=device), 0)
 
 
 class _Membership(NamedTuple):
-    """The context group of this process, and what measures the time that it waits for the other ranks."""
+    """The context group of this process, and what measures its exchanges."""
 
     group: ContextGroup
-    timed: Callable[[], AbstractContextManager[None]]
+    stats: CommStats
 
 
 _MEMBERSHIPS: dict[str, _Membership] = {}
 """Group name -> membership. Operators take names, not groups. A process is in one context group at a time."""
 
 
-def split_of(world: World) -> ContextSplit | None:
+def split_of(world: World, *, te_obstacle: str = "") -> ContextSplit | None:
     """This rank's part of each sequence; None: whole sequences."""
     if world.context_group is None:
         return None
-    return ContextSplit(world.context, world.context_rank, world.context_group.group_name)
+    return ContextSplit(world.context, world.context_rank, world.context_group.group_name, te_obstacle)
 
 
-def join_context(world: World, timed: Callable[[], AbstractContextManager[None]]) -> None:
-    """Let the operators find the group of this rank; `timed` is entered around every collective."""
+def join_context(world: World, stats: CommStats) -> None:
+    """Let the operators find the group of this rank; `stats` get the time of every exchange and what is sent in it."""
     _MEMBERSHIPS.clear()
     if world.context_group is not None:
-        _MEMBERSHIPS[world.context_group.group_name] = _Membership(world.context_group, timed)
+        _MEMBERSHIPS[world.context_group.group_name] = _Membership(world.context_group, stats)
 
 
 def gather_keys_and_values(key: Tensor, value: Tensor, split: ContextSplit) -> tuple[Tensor, Tensor]:
@@ -104,19 +110,21 @@ def part_chunks(joined: Tensor, num_ranks: int) -> Tensor:
 
 def gather_chunks(local: Tensor, size: int, group_name: str) -> Tensor:
     """[pair, B, S / N, ...] of each rank -> [pair, B, S, ...]."""
-    group, timed = _MEMBERSHIPS[group_name]
-    with timed():
+    group, stats = _MEMBERSHIPS[group_name]
+    stats.exchanges.observe(local)
+    with stats.timed():
         by_rank = all_gather_stack(local, size, group)
     return join_chunks(by_rank)
 
 
 def scatter_chunks(joined: Tensor, size: int, group_name: str) -> Tensor:
     """[pair, B, S, ...], summed over the ranks -> [pair, B, S / N, ...] of this rank."""
-    group, timed = _MEMBERSHIPS[group_name]
+    group, stats = _MEMBERSHIPS[group_name]
+    stats.exchanges.observe(joined)
     by_rank = part_chunks(joined.contiguous(), size)
     if not by_rank.is_cuda:
         by_rank = by_rank.float()
-    with timed():
+    with stats.timed():
         local = reduce_scatter_stack(by_rank, group)
     return local.to(joined.dtype)
 

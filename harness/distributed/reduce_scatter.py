@@ -20,6 +20,7 @@ from torch import Tensor
 
 from harness.distributed.bit_digests import BitDigests
 from harness.distributed.copy_sums import CopySums, SumRequest, request_sums
+from harness.distributed.exchange_watch import ExchangeWatch
 from harness.distributed.torch_private.fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 
@@ -42,6 +43,8 @@ class CommStats:
     """Sums of squares of the gradients that were measured while they were copied."""
     digests: BitDigests | None = None
     """Digests of a micro-batch that is computed twice; None: the model is not sharded by `harness.distributed.fsdp`."""
+    exchanges: ExchangeWatch = field(default_factory=ExchangeWatch)
+    """What this rank sends to its context group."""
 
     @contextmanager
     def timed(self) -> Iterator[None]:

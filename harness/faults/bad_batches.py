@@ -6,7 +6,8 @@ it.
 How: at the start of the run the corpus is extended by the bad samples, and the batches of the fault read these instead
 of their own. They are computed in advance and never change, so the read-ahead thread can share them. The same samples
 in another epoch are good: a corpus may be smaller than the run. A fault of one rank changes the rows of that rank, but
-on every rank: rank 0 reads all rows. A mixture that is reweighted later moves the samples of a batch, and with them
+on every rank: rank 0 reads all rows. With context parallelism it changes the part of each row that the rank computes.
+A mixture that is reweighted later moves the samples of a batch, and with them
 the bad ones disappear, as a bad file does whose source is switched off.
 """
 
@@ -16,6 +17,7 @@ import random
 from typing import NamedTuple, final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from harness.config.errors import require
@@ -24,6 +26,7 @@ from harness.core.rundir import RunDir
 from harness.data.batch_plan import Source
 from harness.data.batches import Batches
 from harness.data.corpus.corpus import Corpus, SampleOrigin, Tokens
+from harness.distributed.context import ContextSplit
 from harness.faults.fault_plan import DATA_FAULTS, Fault, FaultKind, read_plan
 from harness.faults.site import Site
 
@@ -123,7 +126,19 @@ def changed_rows(
         given = [_permute_tokens(batches.sources[sources[row]], int(samples[row])) for row in own]
     else:
         given = [_draw_row(batches.sources[sources[row]].corpus, fault, seed, index, row) for row in own]
+    if fault.rank is not None and context > 1:
+        split = ContextSplit(context, fault.rank_of(world_size) % context)
+        originals = [_read(batches.sources[sources[row]], int(samples[row])) for row in own]
+        given = [_keep_other_parts(old, new, split) for old, new in zip(originals, given, strict=True)]
     return [(int(sources[row]), int(samples[row]), new) for row, new in zip(own, given, strict=True)]
+
+
+def _keep_other_parts(old: Row, new: Row, split: ContextSplit) -> Row:
+    """A row that is bad only where one rank of a context group computes it. The last token is a target only."""
+    places = split.positions(len(old.tokens) - 1, torch.device("cpu")).numpy()
+    tokens = np.array(old.tokens)
+    tokens[places] = new.tokens[places]
+    return Row(tokens, old.documents)
 
 
 def _read(source: Source, sample: int) -> Row:

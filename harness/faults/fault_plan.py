@@ -26,6 +26,8 @@ class FaultKind(StrEnum):
 
     nan_loss = "nan_loss"
     """One value of the head's input on this rank is NaN, and so is its loss."""
+    nan_activation = "nan_activation"
+    """One value of the output of a layer is NaN on this rank."""
     nan_grad = "nan_grad"
     """One value of this rank's own gradient, before the reduction, is NaN."""
     inf_grad = "inf_grad"

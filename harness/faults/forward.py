@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from harness.config.errors import require
 from harness.distributed.fsdp import unwrap
 from harness.distributed.torch_private.pytree import tree_map
+from harness.faults.fault_plan import FaultKind
 from harness.faults.site import Site
 
 
@@ -26,31 +27,38 @@ def disable_compile(site: Site) -> None:
 
 
 @final
-class NanLoss:
-    """nan_loss: one value of the final norm's output is NaN, and so is the loss of one token."""
+class NanOutput:
+    """nan_loss, nan_activation: one value of the output of the final norm, or of a layer, is NaN."""
 
     def __init__(self, site: Site) -> None:
         self._site = site
         self._armed = False
-        site.run.parts.model.norm.register_forward_hook(self._corrupt)
+        if site.fault.kind is FaultKind.nan_loss:
+            site.run.parts.model.norm.register_forward_hook(self._corrupt)
+        else:
+            site.layer.register_forward_hook(self._corrupt)
+            disable_compile(site)
 
     def before(self, iteration: int) -> None:
         self._armed = self._site.strikes(iteration)
         if self._armed:
-            self._site.log_strike("one value of the head's input becomes NaN")
+            is_loss = self._site.fault.kind is FaultKind.nan_loss
+            where = "the head's input" if is_loss else f"the output of {self._site.fault.layer}"
+            self._site.log_strike(f"one value of {where} becomes NaN")
 
     def after(self, iteration: int) -> None:
         pass
 
-    def _corrupt(self, _module: Any, _inputs: Any, output: Tensor) -> Tensor:
+    def _corrupt(self, _module: Any, _inputs: Any, output: Any) -> Any:
         if not (self._armed and torch.is_grad_enabled()):
             return output
         self._armed = False
         site = self._site
         rng = site.fault.rng(site.seed, site.iteration, site.run.parts.world.rank)
-        changed = output.clone()
-        changed.view(-1)[rng.randrange(output.numel())] = torch.nan
-        return changed
+        first, *others = output if isinstance(output, tuple) else (output,)
+        changed = first.clone()
+        changed.view(-1)[rng.randrange(first.numel())] = torch.nan
+        return (changed, *others) if isinstance(output, tuple) else changed
 
 
 @final

@@ -8,7 +8,7 @@ from harness.faults.compute import FlippedPass
 from harness.faults.device import BusyDevice
 from harness.faults.fault_plan import FaultKind
 from harness.faults.files import DamagedCheckpoint, FullDisk
-from harness.faults.forward import LogitGrowth, NanLoss, Outlier, Overflow
+from harness.faults.forward import LogitGrowth, NanOutput, Outlier, Overflow
 from harness.faults.gradient import CorruptGradient
 from harness.faults.network import NetworkDown
 from harness.faults.optimizer import CutWarmup, FlippedWeight, RateSpike, ResetMoments
@@ -26,8 +26,8 @@ from harness.faults.site import FaultInjector, Site
 def make_injector(site: Site) -> FaultInjector:
     """Install one fault in the run."""
     match site.fault.kind:
-        case FaultKind.nan_loss:
-            return NanLoss(site)
+        case FaultKind.nan_loss | FaultKind.nan_activation:
+            return NanOutput(site)
         case FaultKind.nan_grad | FaultKind.inf_grad | FaultKind.big_grad | FaultKind.bit_flip_grad:
             return CorruptGradient(site)
         case FaultKind.bit_flip_weight:

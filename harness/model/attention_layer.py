@@ -6,7 +6,11 @@
 | Transformer Engine's cuDNN kernels (`harness.precision.te_attention`) | deterministic, on a GPU |
 | `flex_attention` with a block-sparse mask | documents on a GPU; deterministic without Transformer Engine or if long |
 
-With context parallelism a GPU runs the third kernel, elsewhere the first one gets a dense mask.
+With context parallelism the queries of a rank are two chunks of the sequence, and each sees the keys up to its own end.
+Without documents a GPU runs the second kernel once for each chunk, on as many keys as it sees; with documents, and
+without Transformer Engine, the third one; elsewhere the first one gets a dense mask. cuDNN takes queries that are the
+last ones of their keys through Transformer Engine only. FlashAttention-2 takes them too, but is slower than the third
+kernel.
 
 Determinism: the second and third kernel give the same bits every time by themselves. `scaled_dot_product_attention` is
 deterministic on a CPU, and on a GPU under `torch.use_deterministic_algorithms(True)`, which excludes cuDNN: then it
@@ -34,6 +38,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from harness.config.errors import require
 from harness.config.model import AttentionKind, ModelConfig
 from harness.config.schema import Config
+from harness.distributed.collectives import gather_results
 from harness.distributed.context import ContextSplit, gather_keys_and_values
 from harness.distributed.torch_private.inductor_options import compile_options
 from harness.model.attention_mask import (
@@ -56,7 +61,7 @@ LinearFactory = Callable[[int, int], nn.Module]
 
 AttentionMask = Tensor | BlockSparseMask | None
 """Dense (bool, broadcastable to [B, H, S, S]) or block-sparse; None: only causal. With context parallelism the queries
-are those of this rank, there is always a mask, and a dense one includes causality."""
+are those of this rank, and a dense mask includes causality."""
 
 HALF = (torch.bfloat16, torch.float16)
 MAX_WORKSPACE_BYTES = 8 * 2**30
@@ -82,7 +87,11 @@ class Attention(nn.Module):
         self.scale = attention_scale(cfg)
         self.kind = cfg.attention
         self.group_size = cfg.num_heads // cfg.num_kv_heads
-        self.uses_te = deterministic and not te_attention_obstacle(cfg.head_dim)
+        self.deterministic = deterministic
+        if context is not None:
+            self.uses_te = not context.te_obstacle
+        else:
+            self.uses_te = deterministic and not te_attention_obstacle(cfg.head_dim)
         self.on_reference_path = False
         """Run `scaled_dot_product_attention` whatever the mask; see `reference_attention`."""
         self.query = linear(cfg.dim, cfg.dim)
@@ -122,7 +131,7 @@ class Attention(nn.Module):
         """Causal attention [B, S, heads, head_dim]; a fully masked position gets zeros and no gradient."""
         is_fast = self.kind is AttentionKind.fused and query.dtype in HALF and not self.on_reference_path
         if is_fast and mask is None and self.uses_te and query.is_cuda:
-            return te_attention(query, key, value, self.scale)
+            return self._attend_by_te(query, key, value)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if isinstance(mask, BlockSparseMask):
             if is_fast:
@@ -130,6 +139,13 @@ class Attention(nn.Module):
                 return attend(query, key, value, mask, self.scale).transpose(1, 2)
             mask = mask.dense()
         return self._attend_by_sdpa(query, key, value, mask).transpose(1, 2)
+
+    def _attend_by_te(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Causal attention [B, S, heads, head_dim] by Transformer Engine."""
+        if self.context is None:
+            return te_attention(query, key, value, self.scale)
+        ends = self.context.chunk_ends(key.shape[1])
+        return te_attention(query, key, value, self.scale, deterministic=self.deterministic, ends=ends)
 
     def _attend_by_sdpa(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """Attention [B, heads, S, head_dim] by `scaled_dot_product_attention`."""
@@ -142,14 +158,16 @@ class Attention(nn.Module):
                 value.float().repeat_interleave(self.group_size, dim=1),
             )
             enable_gqa = False
-        if mask is None:
-            assert self.context is None, "the queries of this rank need a mask"
-            return F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=self.scale, enable_gqa=enable_gqa
-            )
-        if self.context is not None:  # the mask is complete, and every query sees at least itself
+        if self.context is not None:  # the mask includes causality, and every query sees at least itself
+            if mask is None:
+                places = torch.arange(key.shape[-2], device=key.device)
+                mask = self.context.positions(len(places), key.device)[:, None] >= places
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, scale=self.scale, enable_gqa=enable_gqa
+            )
+        if mask is None:
+            return F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=self.scale, enable_gqa=enable_gqa
             )
         length = query.shape[-2]
         allowed = mask & torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
@@ -164,12 +182,15 @@ def sample_logits(query: Tensor, key: Tensor, scale: float, *, context: ContextS
     """The largest attention logit of each query head [heads] in fp32, over evenly spread queries of the first rows.
 
     `query` [B, S, heads, head_dim] and `key` [B, S, key heads, head_dim], with RoPE applied. Masks of documents are not
-    applied: keys of other documents count too. With `context` the queries are those of this rank.
+    applied: keys of other documents count too. With `context` the queries are those of this rank: the ranks of a group
+    sample the queries together that one rank would sample, if its stretches are whole parts of a chunk.
     """
     length, num_heads, head_dim = query.shape[1:]
-    stride, num_all = -(-length // SAMPLED_QUERIES), key.shape[1]
+    num_all = key.shape[1]
+    stride = -(-num_all // SAMPLED_QUERIES)
     places = torch.arange(stride - 1, length, stride, device=query.device)  # the last of each stretch: many keys
     if context is not None:
+        stride = min(stride, length // 2)  # at least one query of each chunk
         places = context.positions(num_all, query.device)[stride - 1 :: stride]
     query, key = query[:SAMPLED_ROWS, stride - 1 :: stride], key[:SAMPLED_ROWS]
     num_rows, num_queries, num_keys = len(query), query.shape[1], key.shape[2]
@@ -240,13 +261,18 @@ def mask_documents(
     return document_mask(documents) if context is None else context_document_mask(documents, context)
 
 
-def mask_context(
-    cfg: ModelConfig, length: int, device: torch.device, context: ContextSplit
-) -> Tensor | BlockSparseMask:
-    """The causal mask of a sequence of `length` tokens without documents, for the queries of this rank."""
-    if device.type == "cuda" and not flex_obstacle(cfg, length, context=context.size):
-        return causal_block_mask(length, device, context)
-    return context_causal_mask(length, device, context)
+def mask_context(cfg: ModelConfig, tokens: Tensor, context: ContextSplit, *, deterministic: bool) -> AttentionMask:
+    """The mask of whole sequences `tokens` [B, S] without documents, for the queries of this rank; None: Transformer
+    Engine needs none."""
+    num_rows, length = tokens.shape
+    if not tokens.is_cuda or flex_obstacle(cfg, length, context=context.size):
+        return context_causal_mask(length, tokens.device, context)
+    obstacle = context.te_obstacle or te_memory_obstacle(
+        cfg, num_rows, length, num_queries=length // (2 * context.size), deterministic=deterministic
+    )
+    if not obstacle:
+        return None
+    return causal_block_mask(length, tokens.device, context)
 
 
 def check_chunks(cfg: Config, device: torch.device) -> None:
@@ -266,10 +292,26 @@ def needs_causal_blocks(cfg: ModelConfig, num_rows: int, sequence_length: int) -
 
 def te_obstacle(cfg: ModelConfig, num_rows: int, sequence_length: int) -> str:
     """Why deterministic attention is not left to Transformer Engine, in words; empty if it is."""
-    workspace_bytes = te_workspace_bytes(num_rows, cfg.num_heads, sequence_length)
-    if not (obstacle := te_attention_obstacle(cfg.head_dim)) and workspace_bytes > MAX_WORKSPACE_BYTES:
+    obstacle = te_attention_obstacle(cfg.head_dim)
+    return obstacle or te_memory_obstacle(cfg, num_rows, sequence_length, num_queries=sequence_length)
+
+
+def te_memory_obstacle(
+    cfg: ModelConfig, num_rows: int, num_keys: int, *, num_queries: int, deterministic: bool = True
+) -> str:
+    """Why Transformer Engine takes too much memory for attention, in words; empty if it does not."""
+    workspace_bytes = te_workspace_bytes(num_rows, cfg.num_heads, num_keys, num_queries=num_queries)
+    if deterministic and workspace_bytes > MAX_WORKSPACE_BYTES:
         return f"Transformer Engine would need {workspace_bytes / 2**30:.0f} GiB for the backward pass of a layer"
-    return obstacle
+    return ""
+
+
+def find_te_obstacle(cfg: ModelConfig) -> str:
+    """Why some rank cannot run Transformer Engine's attention; the same on all ranks. Collective: all ranks must call.
+
+    Ranks that exchange keys and values must compile the same graph.
+    """
+    return next(filter(None, gather_results(lambda: te_attention_obstacle(cfg.head_dim))), "")
 
 
 def attention_backend(cfg: Config, device: torch.device, *, num_rows: int, deterministic: bool) -> str:
@@ -278,9 +320,8 @@ def attention_backend(cfg: Config, device: torch.device, *, num_rows: int, deter
     `num_rows`: sequences of a micro-batch.
     """
     documents, model, context = cfg.data.document_mask, cfg.model, cfg.parallel.context
-    is_masked = documents or context > 1
-    sdpa = "scaled_dot_product_attention" + (" with a dense mask" if is_masked else "")
-    if device.type != "cuda" or not (is_masked or deterministic):
+    sdpa = "scaled_dot_product_attention" + (" with a dense mask" if documents or context > 1 else "")
+    if device.type != "cuda" or not (documents or context > 1 or deterministic):
         return sdpa
     if DTYPES[cfg.precision.kind] not in HALF:
         return f"{sdpa}: precision is {cfg.precision.kind}"
@@ -288,7 +329,14 @@ def attention_backend(cfg: Config, device: torch.device, *, num_rows: int, deter
         return f"{sdpa}: model.attention is fp32"
     length = cfg.train.sequence_length
     no_te, no_flex = te_obstacle(model, num_rows, length), flex_obstacle(model, length, context=context)
-    if not is_masked and (not no_te or (no_flex and not te_attention_obstacle(model.head_dim))):
+    if context > 1:
+        no_te = te_attention_obstacle(model.head_dim) or te_memory_obstacle(
+            model, num_rows, length, num_queries=length // (2 * context), deterministic=deterministic
+        )
+        if not (documents or no_te or no_flex):
+            return "Transformer Engine, cuDNN on each chunk" + ", deterministic" * deterministic
+    elif not documents and (not no_te or (no_flex and not te_attention_obstacle(model.head_dim))):
         return "Transformer Engine, cuDNN's deterministic backward pass"
-    reasons = ([] if is_masked else [no_te]) + ([no_flex] if no_flex else [])
+    reasons = ([] if documents else [no_te]) + ([no_flex] if no_flex else [])
+    reasons = [reason for reason in reasons if reason]
     return ": ".join([sdpa if no_flex else "flex_attention, block-sparse", *(["; ".join(reasons)] if reasons else [])])

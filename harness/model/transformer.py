@@ -273,7 +273,7 @@ class Transformer(nn.Module):
         if self.context is not None:
             assert tokens.shape[1] == self.sequence_length, "the rotary tables hold the positions of this rank"
             if mask is None:
-                mask = mask_context(self.cfg, tokens.shape[1], tokens.device, self.context)
+                mask = mask_context(self.cfg, tokens, self.context, deterministic=self.deterministic)
             tokens, targets = self.context.take(tokens, 1), self.context.take(targets, 1)
         hidden, square_sums, logits = self._hidden(
             tokens, mask=mask, probed=probed, digests=digests, measure_logits=measure_logits
@@ -324,7 +324,8 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """The input of the head, the square sums of the sampled layers over the `probed` sequences [B], and the largest
         attention logits of each layer."""
-        if mask is None and self.deterministic and tokens.is_cuda and needs_causal_blocks(self.cfg, *tokens.shape):
+        is_whole = mask is None and self.context is None
+        if is_whole and self.deterministic and tokens.is_cuda and needs_causal_blocks(self.cfg, *tokens.shape):
             mask = causal_block_mask(tokens.shape[1], tokens.device)
         hidden: Tensor = self.embedding_norm(self.embedding(tokens))
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]

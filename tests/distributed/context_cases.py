@@ -13,14 +13,18 @@ from harness.build import Parts
 from harness.distributed.collectives import all_reduce_sum
 from harness.distributed.context import ContextSplit, gather_keys_and_values, join_chunks, join_context, part_chunks
 from harness.distributed.context import split_of as split_of_world
+from harness.distributed.reduce_scatter import CommStats
 from harness.distributed.world import connect
 from harness.step import differentiate, forward_backward, loss_sums, reduce_signals
 from tests.distributed.cases import _build, full, tiny
 
 
 def _named_sums(parts: Parts, reduced: Tensor) -> dict[str, list[float]]:
+    """Sums of the signals; the attention logits as their mean over the ranks, as in a record."""
     names = ("scalars", "group_squares", "layer_squares", "source_losses", "source_tokens", "token_losses")
-    return {name: parts.signals.layout.part(reduced, name).tolist() for name in names}
+    sums = {name: parts.signals.layout.part(reduced, name).tolist() for name in names}
+    logits = parts.signals.layout.part(reduced, "attention_logits") / parts.world.size
+    return sums | {"attention_logits": logits.tolist()}
 
 
 def one_step(*overrides: str) -> dict[str, Any]:
@@ -60,17 +64,9 @@ def gathered_and_differentiated(context: int) -> dict[str, Tensor]:
     """Keys and values that are split, gathered and differentiated; with the gradients of the whole tensors."""
     cfg = tiny(f"parallel.context={context}")
     world = connect(cfg.parallel)
-    waits = 0
-
-    class Counted:
-        def __enter__(self) -> None:
-            nonlocal waits
-            waits += 1
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    join_context(world, Counted)
+    stats = CommStats(torch.zeros(()), measures_gradients=True)
+    join_context(world, stats)
+    stats.exchanges.start()
     split = split_of_world(world)
     assert isinstance(split, ContextSplit)
     key, value = torch.randn(2, 3, 16, 2, 4, generator=torch.Generator().manual_seed(0)).unbind()
@@ -80,7 +76,10 @@ def gathered_and_differentiated(context: int) -> dict[str, Tensor]:
     torch.stack(gathered).mul(weights).sum().backward()  # type: ignore[no-untyped-call]
     total = weights.clone()
     torch.distributed.all_reduce(total, group=world.context_group)
-    assert waits == 2, "both collectives are timed"
+    assert stats.waited_s > 0, "the collectives are timed"
+    nonfinite = stats.exchanges.take_first_nonfinite()
+    assert nonfinite is not None
+    assert float(nonfinite) == 0
     by_rank = torch.arange(2 * context * 2).view(context, 1, 1, 4)
     assert torch.equal(part_chunks(join_chunks(by_rank), context), by_rank)
     assert own_key.grad is not None

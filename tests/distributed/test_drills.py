@@ -49,6 +49,7 @@ MARGIN = 8
 """Fewest steps between the common part and the fault: for two snapshots, and for the checkpoint to become good."""
 SCENARIOS = (
     "nan_loss",
+    "nan_activation",
     "nan_grad",
     "inf_grad",
     "big_grad",
@@ -92,11 +93,22 @@ def cached_config(overrides: tuple[str, ...]) -> Config:
     return directories.configure(overrides, ())
 
 
-def run_drill(ranks: Pool, runs: Path, name: str, run_overrides: Sequence[str], *, factor: float | None = None) -> Card:
-    """The score card of a scenario on two ranks, from the two run directories; `factor`: another size of its fault."""
+def run_drill(
+    ranks: Pool,
+    runs: Path,
+    name: str,
+    run_overrides: Sequence[str],
+    *,
+    factor: float | None = None,
+    rank: int | None = None,
+) -> Card:
+    """The score card of a scenario on two ranks, from the two run directories; `factor`: another size of its fault,
+    `rank`: another place."""
     drill = scenario.load_scenario(name)
     if factor is not None:
         drill = replace(drill, fault=replace(drill.fault, factor=factor))
+    if rank is not None:
+        drill = replace(drill, fault=replace(drill.fault, rank=rank))
     # two starts, and the time between them means nothing
     drill = replace(drill, expected=replace(drill.expected, starts=2), bounds=replace(drill.bounds, seconds=None))
     twin, victim = train_twin(ranks, runs, name, run_overrides), RunDir(runs / f"drill-{name}")

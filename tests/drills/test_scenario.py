@@ -51,7 +51,7 @@ def test_overrides_of_the_scenario_are_separated_from_those_of_the_training() ->
         ("drill.bounds.seconds=abc", "drill.bounds.seconds: must be a number, got 'abc'"),
         ("drill.bounds.seconds=-1", "drill.bounds.seconds: must be 0 or more, or null, got -1.0"),
         ("drill.bounds=3", "drill.bounds: must be a section of keys, got 3; its keys are latency_steps, "),
-        ("drill.fault.kind=flood", "drill.fault.kind: must be one of nan_loss, nan_grad, "),
+        ("drill.fault.kind=flood", "drill.fault.kind: must be one of nan_loss, nan_activation, "),
         ("drill.fault.rank=abc", "drill.fault.rank: must be an integer, got 'abc'"),
         ("drill.fault.at=-1", "drill.fault.at: must be 0 or more, got -1"),
         ("drill.fault.bit=77", "drill.fault.bit: must be from 0 to 31, got 77"),

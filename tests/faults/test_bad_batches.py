@@ -54,6 +54,20 @@ def test_only_the_batches_of_the_fault_change(kind: FaultKind, data: str) -> Non
     assert differ == [AT, AT + 1]
 
 
+@pytest.mark.parametrize("rank", [2, -1])
+def test_a_fault_of_a_rank_changes_its_part_of_shared_sequences(rank: int) -> None:
+    """Ranks 2 and 3 share the last four rows: rank 2 has the first and the last quarter of each."""
+    clean, broken = (batches_of(rank=0, world_size=1) for _ in range(2))
+    fault = Fault(kind=FaultKind.poisoned_batch, at=AT, rank=rank)
+    corrupt_batches(broken, fault, seed=0, world_size=4, context=2)
+    differs = clean.rows(AT) != broken.rows(AT)
+    assert not differs[:4].any()
+    middle, outer = differs[4:, 8:24], np.concatenate([differs[4:, :8], differs[4:, 24:]], axis=1)
+    bad, good = (outer, middle) if rank == 2 else (middle, outer)
+    assert bad.mean() > 0.8
+    assert not good.any()
+
+
 def test_poisoned_rows_consist_of_the_rarest_tokens() -> None:
     rows = corrupted(Fault(kind=FaultKind.poisoned_batch, at=AT)).rows(AT)
     counts = batches_of().sources[0].corpus.token_counts()

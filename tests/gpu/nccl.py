@@ -35,7 +35,14 @@ pathlib.Path(sys.argv[1], "results", os.environ["RANK"]).write_text(json.dumps(r
 """
 
 
-def run_ranks(directory: Path, *, num_ranks: int, worker: str = RUN, arguments: tuple[str, ...] = ()) -> list[int]:
+def run_ranks(
+    directory: Path,
+    *,
+    num_ranks: int,
+    worker: str = RUN,
+    arguments: tuple[str, ...] = (),
+    limit_s: float = LIMIT_S,
+) -> list[int]:
     """Start one worker process per rank on a prepared run directory; returns the exit codes in rank order."""
     with ExitStack() as stack:
         port = stack.enter_context(reserved_port())
@@ -57,7 +64,7 @@ def run_ranks(directory: Path, *, num_ranks: int, worker: str = RUN, arguments: 
             processes.append(process)
             stack.callback(process.wait)
             stack.callback(process.kill)
-        return [process.wait(timeout=LIMIT_S) for process in processes]
+        return [process.wait(timeout=limit_s) for process in processes]
 
 
 def run_case(directory: Path, name: str, *arguments: str, num_ranks: int) -> list[Any]:

@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import harness.model.attention_layer
 import harness.precision.te_attention
-from harness.config.model import ModelConfig
+from harness.config.model import AttentionKind, ModelConfig
 from harness.config.parallel import ActivationCheckpointing
 from harness.distributed.context import ContextSplit
 from harness.distributed.fsdp import wrap
@@ -28,6 +28,7 @@ from harness.model.attention_layer import (
     attention_backend,
     mask_documents,
     reference_attention,
+    sample_logits,
 )
 from harness.model.attention_mask import (
     BlockLists,
@@ -269,9 +270,51 @@ def test_deterministic_operators_equal_sdpa(num_queries: int, num_keys: int) -> 
 
 
 @pytest.mark.full
-def test_deterministic_operators_are_registered_completely() -> None:
+@pytest.mark.parametrize(("ends", "deterministic"), [([], True), ([4, 8], False)])
+def test_deterministic_operators_are_registered_completely(ends: list[int], deterministic: bool) -> None:
     tensors = [numbers(2, 8, heads, 8).requires_grad_() for heads in (4, 2, 2)]
-    torch.library.opcheck(torch.ops.harness.attention_forward.default, (*tensors, 0.2))
+    torch.library.opcheck(torch.ops.harness.attention_forward.default, (*tensors, 0.2, deterministic, ends))
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "sdpa, fp32", "sdpa, documents", "te"])
+@pytest.mark.parametrize("context", [2, 3])
+def test_the_chunks_of_a_context_group_attend_like_the_whole(
+    make_config: MakeConfig, context: int, kernel: str
+) -> None:
+    """Gradients of keys and values are summed over the ranks."""
+    cfg = make_config(
+        dim=64, num_heads=4, num_kv_heads=2, attention=AttentionKind.fp32 if "fp32" in kernel else AttentionKind.fused
+    )
+    tensors = [numbers(2, 12 * context, heads, 16, seed=heads).requires_grad_() for heads in (4, 2, 2)]
+    gradient = numbers(2, 12 * context, 4, 16)
+    documents = random_documents(2, 12 * context, mean_length=5.0) if "documents" in kernel else None
+    whole = Attention(cfg, linear=linear)
+    query, key, value = tensors
+    expected = whole._attend(query, key, value, None if documents is None else document_mask(documents))
+    expected_gradients = torch.autograd.grad(expected, tensors, gradient)
+    sums = [torch.zeros_like(tensor) for tensor in tensors[1:]]
+    for rank in range(context):
+        split = ContextSplit(context, rank)
+        own = Attention(cfg, linear=linear, context=split)
+        own_query = split.take(query.detach(), 1).requires_grad_()
+        if kernel == "te":
+            attended = own._attend_by_te(own_query, key, value)
+        else:
+            mask = None if documents is None else context_document_mask(documents, split)
+            attended = own._attend(own_query, key, value, mask)
+        torch.testing.assert_close(attended, split.take(expected, 1), rtol=1e-4, atol=1e-5)
+        gradients = torch.autograd.grad(attended, (own_query, key, value), split.take(gradient, 1))
+        torch.testing.assert_close(gradients[0], split.take(expected_gradients[0], 1), rtol=1e-4, atol=1e-5)
+        sums = [total + part for total, part in zip(sums, gradients[1:], strict=True)]
+    torch.testing.assert_close(sums, list(expected_gradients[1:]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [64, 24, 4])
+def test_a_context_group_samples_the_logits_that_one_rank_samples(length: int) -> None:
+    query, key = numbers(3, length, 4, 8), numbers(3, length, 2, 8)
+    ranks = [ContextSplit(2, rank) for rank in range(2)]
+    found = [sample_logits(split.take(query, 1), key, 0.3, context=split) for split in ranks]
+    torch.testing.assert_close(torch.stack(found).amax(dim=0), sample_logits(query, key, 0.3))
 
 
 @pytest.mark.full
@@ -339,7 +382,7 @@ def test_reference_attention_uses_the_dense_mask(make_config: MakeConfig) -> Non
 
 SDPA, DENSE = "scaled_dot_product_attention", "scaled_dot_product_attention with a dense mask"
 HEADS = "model.num_heads=8"
-NO_TE, DOCUMENTS = "Transformer Engine is not installed", "data.document_mask=true"
+NO_TE, DOCUMENTS, CONTEXT = "Transformer Engine is not installed", "data.document_mask=true", "parallel.context=2"
 
 
 @pytest.mark.parametrize(
@@ -363,15 +406,27 @@ NO_TE, DOCUMENTS = "Transformer Engine is not installed", "data.document_mask=tr
         ([DOCUMENTS, "train.sequence_length=200"], True, "", f"{DENSE}: sequences of 200 are not a multiple of 128"),
         ([DOCUMENTS, "model.num_heads=16"], False, "", f"{DENSE}: heads of 8 are smaller than 16"),
         ([DOCUMENTS, "precision=fp32"], False, "", f"{DENSE}: precision is fp32"),
+        ([CONTEXT], False, "", "Transformer Engine, cuDNN on each chunk"),
+        ([CONTEXT], True, "", "Transformer Engine, cuDNN on each chunk, deterministic"),
+        ([CONTEXT], False, NO_TE, f"flex_attention, block-sparse: {NO_TE}"),
+        ([CONTEXT, DOCUMENTS], False, "", "flex_attention, block-sparse"),
+        ([CONTEXT, "precision=fp32"], False, "", f"{DENSE}: precision is fp32"),
+        ([CONTEXT, "train.sequence_length=32768", HEADS], False, "", "Transformer Engine, cuDNN on each chunk"),
+        (
+            [CONTEXT, "train.sequence_length=65536", HEADS],
+            True,
+            "",
+            "flex_attention, block-sparse: Transformer Engine would need 32 GiB for the backward pass of a layer",
+        ),
     ],
 )
 def test_backend_in_words(
     monkeypatch: pytest.MonkeyPatch, overrides: list[str], deterministic: bool, obstacle: str, expected: str
 ) -> None:
     monkeypatch.setattr(harness.model.attention_layer, "te_attention_obstacle", lambda _head_dim: obstacle)
-    cfg = load(["precision=bf16", "train.sequence_length=256", *overrides])
+    cfg = load(["precision=bf16", "train.sequence_length=512", *overrides])
     assert attention_backend(cfg, CUDA, num_rows=2, deterministic=deterministic) == expected
-    on_cpu = DENSE if DOCUMENTS in overrides else SDPA
+    on_cpu = DENSE if {DOCUMENTS, CONTEXT} & {*overrides} else SDPA
     assert attention_backend(cfg, torch.device("cpu"), num_rows=2, deterministic=deterministic) == on_cpu
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from harness.core.events import TOKEN_LOSS_EDGES
 from harness.distributed.bit_digests import stage_names
-from harness.distributed.collectives import all_reduce_sum
+from harness.distributed.collectives import all_reduce_max, all_reduce_sum
 from harness.distributed.reduce_scatter import CommStats
 from harness.distributed.world import World
 from harness.precision.fp8.quantize_meters import SCALE_EXPONENTS, TensorRole
@@ -190,8 +190,15 @@ class Signals:
             self._add("entropy_tokens", entropy[1])
 
     def add_attention_logits(self, logits: Tensor) -> None:
-        """Add this rank's largest sampled attention logit of each layer, from [layers, heads]; negative ones as 0."""
-        self._part("attention_logits").copy_(logits.amax(dim=1).clamp(min=0))
+        """Add this rank's largest sampled attention logit of each layer, from [layers, heads]; negative ones as 0.
+
+        The queries of a sequence are spread over its context group, so the largest one is that of the group.
+        """
+        largest = logits.amax(dim=1).clamp(min=0)
+        if self._world.context_group is not None:
+            with self._comm_stats.timed():
+                all_reduce_max(largest, self._world.context_group)
+        self._part("attention_logits").copy_(largest)
 
     def add_gradients(self) -> None:
         """Add the squared gradient norm of each layer group, and of this rank before the reduce-scatter.
@@ -267,9 +274,18 @@ class Signals:
         self._set_slot("weights_changed", changed)
         self._add("weights", square / self._world.replicate)
 
-    def add_corruption(self, stage: Tensor) -> None:
-        """Add 1 + the first stage at which a micro-batch that was computed twice differs; 0: the bits are equal."""
+    def add_exchange(self, first: Tensor | None) -> None:
+        """Add the number of the first exchange in which this rank sent NaN or Inf to its context group; 0: in none;
+        None: there was no exchange."""
+        if first is not None:
+            self._set_slot("exchange", first)
+
+    def add_corruption(self, stage: Tensor, exchange: Tensor | None = None) -> None:
+        """Add 1 + the first stage at which a micro-batch that was computed twice differs; 0: the bits are equal.
+        `exchange`: the number of the first exchange with its context group that differs."""
         self._set_slot("corruption", stage)
+        if exchange is not None:
+            self._set_slot("corrupted_exchange", exchange)
 
     def add_fp8(self, sums: Mapping[str, Tensor]) -> None:
         """Add the fp8 underflow and saturation counts of a probed step: part name -> values."""

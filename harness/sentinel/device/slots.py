@@ -23,12 +23,15 @@ LIMBS = ("data_low", "data_middle", "data_high")
 SLOTS = (
     *("loss", "grad_square", "busy_s", "device_s", "decision"),
     *("weights_low", "weights_high", "weights_changed", "step_s", "corruption"),
+    *("exchange", "corrupted_exchange"),
     *("plan", *LIMBS, "own_row", "other_row"),
 )
 """Mean loss of the rank; squared norm of its gradient before the reduce-scatter; host seconds outside collectives; on
 CUDA the seconds of its loss head (`harness.distributed.compute_clock`); digest of its decisions. Digest of its weights
 in halves of 16 bits, and 1 if they changed between the last two updates; its last step time; on some steps 1 + the
-first stage at which a micro-batch that was computed twice differs (`harness.distributed.bit_digests`). Data: digest of
+first stage at which a micro-batch that was computed twice differs (`harness.distributed.bit_digests`). With context
+parallelism the first exchange in which it sent NaN or Inf to its group, and on some steps the first one that differs
+when it is computed twice (`harness.distributed.exchange_watch`). Data: digest of
 the data plan (corpus, order, ledger), fingerprint of its rows, and on some steps the digests of one of its rows and of
 one row of another rank."""
 
@@ -83,9 +86,13 @@ def summarize_slots(
     slots = dict(zip(SLOTS, table, strict=True))
     loss, grad_square = slots["loss"], slots["grad_square"]
     is_bad = ~(np.isfinite(loss) & np.isfinite(grad_square))
+    if context > 1:
+        is_bad = keep_sources(is_bad, slots["exchange"], context=context)
     nonfinite = [int(rank) for rank in np.flatnonzero(is_bad)[:MAX_NAMED]]
     total = sum_fingerprints(*(slots[name][::context] for name in LIMBS))
     corruption = slots["corruption"]
+    if context > 1:
+        corruption = np.where(keep_sources(corruption > 0, slots["corrupted_exchange"], context=context), corruption, 0)
     is_corrupted = recomputed is not None and bool(corruption.any())
     weights = slots["weights_low"].astype(np.int64) + (slots["weights_high"].astype(np.int64) << 16)
     facts = RankFacts(
@@ -102,7 +109,7 @@ def summarize_slots(
     with np.errstate(invalid="ignore", divide="ignore"):
         grad_norm = np.sqrt(grad_square) / divisor
     measured = {
-        "loss": average_groups(loss, context),
+        "loss": remove_position_effect(loss, context),
         "grad_norm": grad_norm,
         "step_time_s": slots["busy_s"],
         "device_time_s": slots["device_s"],
@@ -161,11 +168,25 @@ def find_other_rows(limbs: list[Numbers], *, context: int) -> list[int]:
     return sorted(ranks)[:MAX_NAMED]
 
 
-def average_groups(loss: Numbers, context: int) -> Numbers:
-    """The mean loss of each context group, on each of its ranks; a NaN stays with its rank.
+def keep_sources(is_bad: NDArray[np.bool_], exchange: Numbers, *, context: int) -> NDArray[np.bool_]:
+    """The bad ranks without those that got their bad values from another rank of their context group.
 
-    Its ranks compute different positions. Early tokens of a sequence have a higher loss, so single ranks differ in
-    every healthy run.
+    `exchange`: the first exchange in which each rank sent bad values, 0: in none. The ranks of a group that did so
+    first are the sources. A group that exchanged nothing bad keeps its bad ranks.
+    """
+    groups, by_group = is_bad.reshape(-1, context), exchange.reshape(-1, context)
+    order = np.where(by_group > 0, by_group, np.inf)
+    first = order.min(axis=1, keepdims=True)
+    is_source = (order == first) & groups.any(axis=1, keepdims=True)
+    return np.where(np.isfinite(first), is_source, groups).reshape(-1)
+
+
+def remove_position_effect(loss: Numbers, context: int) -> Numbers:
+    """The loss of each rank, less what its positions in a sequence usually add to it; a NaN stays with its rank.
+
+    The ranks of a context group compute different positions. Early tokens of a sequence have a higher loss, so single
+    ranks of a group differ in every healthy run. Ranks with the same positions in other groups show by how much: the
+    median over the groups of the distance to the mean of the group. With a single group all ranks get its mean.
     """
     if context == 1:
         return loss
@@ -173,7 +194,11 @@ def average_groups(loss: Numbers, context: int) -> Numbers:
     is_finite = np.isfinite(groups)
     counts = is_finite.sum(axis=1, keepdims=True).clip(min=1)
     means = np.where(is_finite, groups, 0).sum(axis=1, keepdims=True) / counts
-    return np.where(is_finite, means, groups).reshape(-1)
+    offsets = np.zeros(context)
+    for place in range(context):
+        finite = (groups - means)[is_finite[:, place], place]
+        offsets[place] = _median(finite) if len(finite) else 0.0
+    return (groups - offsets).reshape(-1)
 
 
 def find_corrupted(corruption: Numbers, *, distance: int) -> list[int]:

@@ -12,6 +12,7 @@ from harness.core.rundir import RunDir
 
 INJECTED = {
     "nan_loss": Cause.corrupted_rank,
+    "nan_activation": Cause.corrupted_rank,
     "nan_grad": Cause.corrupted_rank,
     "inf_grad": Cause.corrupted_rank,
     "big_grad": Cause.corrupted_rank,

@@ -163,10 +163,40 @@ def test_ranks_that_share_their_rows_count_once_and_are_compared() -> None:
 
 
 def test_a_loss_is_compared_between_context_groups() -> None:
-    """Ranks of a group compute different positions."""
-    facts = summarize_slots(table(4, loss=[2.0, 4.0, 2.5, 3.5]), divisor=1.0, replicate=1, context=2)
-    assert facts.ranks["loss"]["median"] == 3.0
-    assert facts.ranks["loss"]["spread"] == 0.0
-    facts = summarize_slots(table(4, loss=[2.0, math.nan, 2.5, 3.5]), divisor=1.0, replicate=1, context=2)
-    assert facts.nonfinite_ranks == [1]
-    assert facts.ranks["loss"]["median"] == 3.0
+    """Ranks of a group compute different positions. What a position usually adds is known from the other groups."""
+    alone = summarize_slots(table(2, loss=[2.0, 4.0]), divisor=1.0, replicate=1, context=2).ranks["loss"]
+    assert (alone["median"], alone["spread"]) == (3.0, 0.0)
+    healthy = [2.0, 4.0, 3.0, 5.0, 1.5, 3.5]
+    spread = summarize_slots(table(6, loss=healthy), divisor=1.0, replicate=1, context=2).ranks["loss"]
+    assert spread["median"] == 3.0
+    assert sorted(spread["worst"]) == [[2, 4.0], [3, 4.0], [4, 2.5], [5, 2.5]]
+    poisoned = [2.0, 4.0, 2.0, 4.0, 2.0, 40.0]
+    spread = summarize_slots(table(6, loss=poisoned), divisor=1.0, replicate=1, context=2).ranks["loss"]
+    assert (spread["median"], spread["spread"]) == (3.0, 0.0)
+    assert spread["worst"][0] == [5, 39.0], "the rank, not its group"
+    broken = summarize_slots(table(6, loss=[2.0, math.nan, *healthy[2:]]), divisor=1.0, replicate=1, context=2)
+    assert broken.nonfinite_ranks == [1]
+
+
+def test_the_source_of_a_nan_is_named_in_its_context_group() -> None:
+    """Rank 3 sends a NaN in exchange 5, rank 2 gets it and sends it on in exchange 6."""
+    broken = [1.0, 1.0, math.nan, math.nan, 1.0, math.nan]
+    rows: dict[str, list[float]] = {"grad_square": broken, "exchange": [0, 0, 6, 5, 0, 0]}
+    assert summarize_slots(table(6, **rows), divisor=1.0, replicate=1, context=2).nonfinite_ranks == [3, 5]
+    rows["exchange"] = [0, 0, 5, 5, 0, 0]
+    assert summarize_slots(table(6, **rows), divisor=1.0, replicate=1, context=2).nonfinite_ranks == [2, 3, 5]
+    healthy: dict[str, list[float]] = {"grad_square": [1.0] * 4, "exchange": [0, 3, 0, 0]}
+    assert not summarize_slots(table(4, **healthy), divisor=1.0, replicate=1, context=2).nonfinite_ranks
+
+
+def test_the_source_of_wrong_bits_is_named_in_its_context_group() -> None:
+    rows = {"corruption": [0, 0, 4, 3], "corrupted_exchange": [0, 0, 7, 4]}
+    own = summarize_slots(table(4, **rows), divisor=1.0, replicate=1, context=2, recomputed=0)
+    assert (own.corrupted_ranks, own.corrupted_stage) == ([3], 2)
+    both = {"corruption": [4, 3, 4, 3], "corrupted_exchange": [7, 4, 7, 4]}
+    across = summarize_slots(table(4, **both), divisor=1.0, replicate=1, context=2, recomputed=2)
+    assert across.corrupted_ranks == [1, 3], "two groups cannot tell which of them is wrong"
+    at_the_end = {"corruption": [0, 9, 0, 0], "corrupted_exchange": [0] * 4}
+    assert summarize_slots(
+        table(4, **at_the_end), divisor=1.0, replicate=1, context=2, recomputed=0
+    ).corrupted_ranks == [1]
