@@ -19,6 +19,7 @@ from harness.config.errors import require
 from harness.config.run import ResumePolicy
 from harness.config.schema import Config
 from harness.core import rundir
+from harness.core.batch_sizes import BatchSize
 from harness.core.rundir import RunDir
 from harness.data.corpus.corpora import EmbeddedCorpus
 from harness.data.corpus.corpus_record import (
@@ -37,7 +38,7 @@ from harness.data.corpus.file_probe import ListedFile, list_files
 from harness.data.corpus.host_agreement import KeyedFile, agree_on_files
 from harness.data.corpus.remote_cache import use_cache
 from harness.data.order.ledger import Exclusion, Ledger
-from harness.data.order.mixture import BatchSize, Change
+from harness.data.order.mixture import Change
 from harness.data.sources import configured_sizes, open_sources, train_recipe
 from harness.distributed.collectives import run_on_rank_zero
 from harness.distributed.world import World

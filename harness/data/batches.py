@@ -28,6 +28,7 @@ from torch import Tensor
 
 from harness.config.errors import ConfigError, StorageError, require
 from harness.core.batch_shares import Sharing
+from harness.core.batch_sizes import BatchSize, BatchSizes
 from harness.data.batch import IGNORED, Batch
 from harness.data.batch_facts import (
     BatchFacts,
@@ -41,7 +42,7 @@ from harness.data.batch_facts import (
 from harness.data.corpus.corpus import Corpus, SampleOrigin, Tokens, digest
 from harness.data.corpus.token_windows import FilesCorpus
 from harness.data.order.ledger import Ledger
-from harness.data.order.mixture import BatchSize, BatchSizes, Change, Mixture, MixtureRecipe
+from harness.data.order.mixture import Change, Mixture, MixtureRecipe
 from harness.data.order.order import Stretch, num_unrepeated, samples_in
 from harness.data.order.stratify import OrderStage, StratifiedOrder, StratifyReport
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from harness.core.batch_sizes import BatchSize
 from harness.core.events import Action, ActionKind, ChangePlanned, Event, Finding, StepRecord
 from harness.core.rundir import RunDir
-from harness.data.order.mixture import BatchSize
 from tests.distributed import cases, faulty_runs
 from tests.distributed.faulty_runs import Fault, RankResult
 from tests.distributed.pool import Pool
