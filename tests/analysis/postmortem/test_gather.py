@@ -93,8 +93,10 @@ def test_cost_in_tokens_is_that_of_the_batches_of_a_warmup(tmp_path: Path) -> No
 
 
 def test_each_undone_step_is_counted_once_if_a_second_restore_goes_further_back(tmp_path: Path) -> None:
-    again = {ONSET + number: ONSET + number - 2 for number in range(1, 4)}  # iteration -> step, after a rewind of 2
-    changes = {at: (lambda row, step=step: replace(row, step=step, cursor=step)) for at, step in again.items()}
+    changes: dict[int, stories.Change] = {  # repeated after a rewind of two steps
+        at: (lambda row: replace(row, step=row.iteration - 2, cursor=row.iteration - 2))
+        for at in range(ONSET + 1, ONSET + 4)
+    }
     events = [
         stories.outcome(ActionKind.rewind, ONSET, steps_lost=2, target="snapshot"),
         stories.outcome(ActionKind.rollback, ONSET + 3, steps_lost=5, target="step-00000146-gen-1"),
