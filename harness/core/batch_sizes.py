@@ -52,6 +52,10 @@ class BatchSizes:
         """Rows of the batch with this index."""
         return self._sizes[bisect_right(self._starts, index) - 1]
 
+    def smallest_from(self, index: int) -> int:
+        """Rows of the smallest batch from this one on."""
+        return min(self._sizes[bisect_right(self._starts, index) - 1 :])
+
     def num_alike(self, index: int) -> int | None:
         """How many batches from this one on have the same size; None: all."""
         place = bisect_right(self._starts, index)
