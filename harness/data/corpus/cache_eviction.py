@@ -14,9 +14,11 @@ a run opens them.
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -31,7 +33,10 @@ NOT_EVICTABLE = (".counts.npy",)
 KEEP_SHARE, BEGIN_SHARE = 0.90, 0.95
 """Shares of the limit: what an eviction leaves, and from where on it begins."""
 SCAN_SHARE = 0.01
-"""A process adds up the cache again once it has fetched this share of the limit."""
+"""A process adds up the cache again once it has fetched this share of the limit, ..."""
+SCAN_S, RETRY_S = 10.0, 1.0
+"""... or at its first use of a block after so many seconds, because another process was killed before it could evict;
+sooner if an eviction could not free enough."""
 
 
 class StoredBlock(NamedTuple):
@@ -54,29 +59,33 @@ class CacheEviction:
         self._fetched_bytes = 0
         self._mutex = threading.Lock()
         self._is_evicting = False
+        self._next_scan_s = -math.inf
         self._has_warned = False
 
-    def on_fetched(self, num_bytes: int) -> None:
-        """Count fetched bytes, and evict if the cache has become too large. One thread does so for all."""
+    def on_used(self, num_fetched_bytes: int) -> None:
+        """Count a use of blocks and the bytes fetched for it, and evict if the cache has become too large. One thread
+        does so for all."""
         with self._mutex:
-            self._fetched_bytes += num_bytes
-            if self._is_evicting:
+            self._fetched_bytes += num_fetched_bytes
+            if self._is_evicting or not self._is_scan_due():
                 return
             self._is_evicting = True
         try:
-            while self._is_scan_due():
+            while True:
                 self._evict_if_large()
-        except BaseException:
+                with self._mutex:
+                    if not self._is_scan_due():  # nor have other threads fetched much meanwhile
+                        return
+        finally:
             self._is_evicting = False
-            raise
 
     def _is_scan_due(self) -> bool:
-        """Whether enough was fetched since the last scan, also by other threads meanwhile; if not, this one stops."""
-        with self._mutex:
-            self._is_evicting = self._fetched_bytes >= SCAN_SHARE * self._limit_bytes
-            if self._is_evicting:
-                self._fetched_bytes = 0
-            return self._is_evicting
+        """Whether the cache should be added up again; if so, that is counted as done."""
+        now_s = time.monotonic()
+        is_due = self._fetched_bytes >= SCAN_SHARE * self._limit_bytes or now_s >= self._next_scan_s
+        if is_due:
+            self._fetched_bytes, self._next_scan_s = 0, now_s + SCAN_S
+        return is_due
 
     def _evict_if_large(self) -> None:
         if occupied_bytes(self._root) <= BEGIN_SHARE * self._limit_bytes:
@@ -87,7 +96,12 @@ class CacheEviction:
             left_bytes = evict(self._root, int(KEEP_SHARE * self._limit_bytes))
         finally:
             os.close(descriptor)
-        if left_bytes > self._limit_bytes and not self._has_warned:
+        if left_bytes > self._limit_bytes:
+            self._next_scan_s = time.monotonic() + RETRY_S
+            self._warn(left_bytes)
+
+    def _warn(self, left_bytes: int) -> None:
+        if not self._has_warned:
             self._has_warned = True
             problem = f"{left_bytes:,} bytes of {self._root} are in use or cannot be freed"
             print(f"warning: data.remote.cache_gb: {problem}", file=sys.stderr, flush=True)

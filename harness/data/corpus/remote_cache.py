@@ -63,7 +63,7 @@ class CachedFile:
         *,
         key: str,
         block_bytes: int,
-        on_fetched: Callable[[int], None] | None = None,
+        on_used: Callable[[int], None] | None = None,
     ) -> None:
         self.url = f"{store.url}/{name}"
         self.path = path
@@ -72,7 +72,7 @@ class CachedFile:
         self._found = found
         self._key = key
         self._block_bytes = block_bytes
-        self._on_fetched = on_fetched
+        self._on_used = on_used
         self._digests = cache_blocks.digests_file(path)
         self._verified = bytearray(-(-found.num_bytes // block_bytes))
         """Whether this process has compared content and hash of each block."""
@@ -120,7 +120,7 @@ class CachedFile:
                     num_fetched = sum(self._lock_for_reading(digests.fileno(), block) for block in blocks)
                 self._mark_used(blocks)
             yield
-        self._report_fetched(num_fetched)
+        self._report_use(num_fetched)
 
     def _blocks(self, ranges: Iterable[tuple[int, int]]) -> list[int]:
         """The blocks that contain these ranges, in order."""
@@ -140,7 +140,7 @@ class CachedFile:
             cache_blocks.lock_block(digests.fileno(), block)  # released when `digests` is closed
             num_fetched = self._obtain_locked(digests.fileno(), block)
             self._mark_used([block])
-        self._report_fetched(num_fetched)
+        self._report_use(num_fetched)
 
     def _lock_for_reading(self, digests: int, block: int) -> int:
         """Lock a block against being freed; fetches it if that has just happened. Returns the fetched bytes."""
@@ -176,10 +176,10 @@ class CachedFile:
         for block in marked:
             self._marked_s[block] = now_s
 
-    def _report_fetched(self, num_bytes: int) -> None:
-        if num_bytes and self._on_fetched is not None:
+    def _report_use(self, num_fetched_bytes: int) -> None:
+        if self._on_used is not None:
             with self._reporting_errors():
-                self._on_fetched(num_bytes)
+                self._on_used(num_fetched_bytes)
 
     @contextmanager
     def _reporting_errors(self) -> Iterator[None]:
@@ -271,7 +271,7 @@ class RemoteCache:
                     folder / each.rpartition("/")[2],
                     key=key,
                     block_bytes=block_bytes,
-                    on_fetched=None if eviction is None else eviction.on_fetched,
+                    on_used=None if eviction is None else eviction.on_used,
                 )
                 for each in [name, *beside]
             ]

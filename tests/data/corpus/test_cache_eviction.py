@@ -17,7 +17,7 @@ from harness.config.data import MIN_CACHE_BLOCKS, RemoteDataConfig, TokenDtype
 from harness.config.errors import ConfigError
 from harness.data.corpus import cache_blocks, remote_cache
 from harness.data.corpus.cache_blocks import BLOCKS, DIGEST_BYTES
-from harness.data.corpus.cache_eviction import evict, occupied_bytes
+from harness.data.corpus.cache_eviction import SCAN_S, evict, occupied_bytes
 from harness.data.corpus.remote_cache import CachedFile, cached_file, local_path, use_cache
 from harness.data.corpus.token_files import open_tokens
 
@@ -93,6 +93,29 @@ def test_without_a_limit_nothing_is_freed(store: Path, tmp_path: Path) -> None:
     cached = opened(store)
     cached.require_all()
     assert present(cached) == list(range(NUM_BLOCKS))
+
+
+def test_a_process_that_finds_all_its_blocks_frees_others_too(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache that is too large, because another process was killed before it could evict, does not stay so."""
+    use(tmp_path / "cache", cache_gb=None)
+    opened(store).require_all()
+    use(tmp_path / "cache")
+    cached = opened(store)
+    read_block(cached, 5)
+    assert occupied_bytes(tmp_path / "cache") <= LIMIT_BLOCKS * BLOCK
+    assert 5 in present(cached)
+    later_s = time.monotonic() + SCAN_S
+    monkeypatch.setattr(time, "monotonic", lambda: later_s)
+    for block in range(NUM_BLOCKS):  # as a process without a limit would
+        on_used = cached._on_used
+        cached._on_used = None
+        read_block(cached, block)
+        cached._on_used = on_used
+    assert len(present(cached)) == NUM_BLOCKS
+    read_block(cached, 7)
+    assert len(present(cached)) <= LIMIT_BLOCKS
 
 
 def test_another_run_frees_blocks_of_the_same_cache_except_those_in_use(
@@ -219,7 +242,6 @@ def test_processes_that_share_a_small_cache_read_what_the_store_has_also_when_ot
     assert num_killed == 12
     use(tmp_path / "cache")
     cached, original = opened(store), (store / "a.bin").read_bytes()
-    assert occupied_bytes(tmp_path / "cache") <= 2 * LIMIT_BLOCKS * BLOCK
     for block in range(NUM_BLOCKS):
         assert read_block(cached, block) == original[block * BLOCK :][:BLOCK]
     assert occupied_bytes(tmp_path / "cache") <= LIMIT_BLOCKS * BLOCK
