@@ -8,16 +8,13 @@ A local run directory is preferred, unless the run has gone on elsewhere since: 
 
 from __future__ import annotations
 
-import hashlib
-import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from pathlib import Path
 
 from harness.checkpoint.catalog import Checkpoint, Health
 from harness.checkpoint.integrity import Damaged
-from harness.checkpoint.remote.remote_run import FILES, KEY, Piece, RemoteRun, RunIndex, open_remote_run
+from harness.checkpoint.remote.remote_run import KEY, RemoteRun, RunIndex, open_remote_run
 from harness.checkpoint.remote.uploader import read_run_id, write_run_id
 from harness.config.checkpoint import CheckpointRemoteConfig
 from harness.config.errors import StorageError, require
@@ -115,25 +112,6 @@ def download(run: RunDir, remote: RemoteRun, index: RunIndex) -> None:
         return
     names = sorted(index.files, key=lambda name: name == run.events.name)
     for name in names:
-        download_file(remote, index.files[name], run.path / name)
+        remote.download_file(index.files[name], run.path / name)
         if name == names[-2]:
             write_run_id(run, index.run_id)
-
-
-def download_file(remote: RemoteRun, pieces: list[Piece], target: Path) -> None:
-    """Download a run file, compare every piece with its hash, then rename it into place."""
-    scratch = target.with_name(f".{target.name}.tmp")
-    scratch.parent.mkdir(parents=True, exist_ok=True)
-    with scratch.open("wb") as file:
-        for piece in pieces:
-            place = f"{FILES}/{piece.sha256}"
-            try:
-                content = remote.store.read(place)
-            except FileNotFoundError:
-                content = b""
-            is_intact = hashlib.sha256(content).hexdigest() == piece.sha256
-            require(is_intact, KEY, f"{remote.url}/{place}, a piece of {target.name}, is missing or damaged")
-            file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(target)

@@ -70,7 +70,7 @@ class Run:
         """Turn a step report into its record, and write the record to the event log."""
         record = self.read_record(facts, values)
         logged = self.reporter.emit_step(record, posted_s=facts.posted_s, batch_tokens=facts.batch_tokens)
-        self.heart.set_progress(logged)
+        self.heart.set_progress(logged, left_s=self.reporter.left_s(logged))
         return logged
 
     def process_report(

@@ -19,6 +19,7 @@ from harness.config.errors import require
 from harness.config.run import ResumePolicy
 from harness.config.schema import Config
 from harness.core import rundir
+from harness.core.batch_sizes import BatchSize, BatchSizes
 from harness.core.rundir import RunDir
 from harness.data.corpus.corpora import EmbeddedCorpus
 from harness.data.corpus.corpus_record import (
@@ -37,7 +38,7 @@ from harness.data.corpus.file_probe import ListedFile, list_files
 from harness.data.corpus.host_agreement import KeyedFile, agree_on_files
 from harness.data.corpus.remote_cache import use_cache
 from harness.data.order.ledger import Exclusion, Ledger
-from harness.data.order.mixture import BatchSize, Change
+from harness.data.order.mixture import Change
 from harness.data.sources import configured_sizes, open_sources, train_recipe
 from harness.distributed.collectives import run_on_rank_zero
 from harness.distributed.world import World
@@ -71,7 +72,13 @@ class Progress(NamedTuple):
 def resolve_run_data(cfg: Config, *, world: World) -> RunData:
     """Decide which data this start reads; every rank gets the same answer or the same error."""
     use_cache(cfg.data.remote)
-    planned = run_on_rank_zero(lambda: plan_data(cfg))
+
+    def plan() -> RunData:
+        planned = plan_data(cfg)
+        require_enough_rows(cfg, planned.record, num_data_ranks=world.num_data_ranks)
+        return planned
+
+    planned = run_on_rank_zero(plan)
     files = [
         KeyedFile(key_of(name), file.listed) for name, source in planned.record.sources.items() for file in source.files
     ]
@@ -123,6 +130,21 @@ def plan_data(cfg: Config) -> RunData:
         if each.num_added:
             record = add_files(cfg, run, record, name, each, from_batch=progress.furthest)
     return RunData(record, changes)
+
+
+def require_enough_rows(cfg: Config, record: DataRecord, *, num_data_ranks: int) -> None:
+    """Reject a start whose next batches, as recorded by an earlier start, have fewer sequences than there are ranks.
+
+    `check_world` has checked the configured sizes. An older record can have smaller ones: the run was resumed with
+    larger batches, and now resumes from an earlier checkpoint.
+    """
+    run = rundir.locate(cfg)
+    if len(record.sizes) == 1 or min(size.batch_size for size in record.sizes) >= num_data_ranks:
+        return
+    cursor = progress_of(run).resumes_at if rundir.has_begun(run) else 0
+    size = BatchSizes(record.sizes).smallest_from(cursor)
+    message = f"batches from {cursor} on have {size} sequences, from an earlier start; too few for {num_data_ranks}"
+    require(size >= num_data_ranks, "train.batch_size", f"{message} ranks; use fewer ranks until they are consumed")
 
 
 def compare_files(recorded: DataRecord, now: DataRecord) -> dict[str, CorpusDiff]:

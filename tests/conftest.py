@@ -30,6 +30,8 @@ LONGEST_FIRST = (
     "test_node_drills",
     "test_sentinel",
     "test_drill",
+    "test_batch_size_warmup",
+    "test_precision_phases",
     "test_parallel",
     "test_multirun",
     "test_sink_process",

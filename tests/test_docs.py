@@ -217,7 +217,8 @@ def test_commands_exist(command: Command) -> None:
 
 ERROR_EXAMPLES = {
     "harness train model.num_heads=3",
-    "harness plan +experiment=1b_bf16 train.sequence_length=524288 train.batch_size=8 train.micro_batch_size=1 --ranks 8",
+    "harness plan +experiment=1b_bf16 train.sequence_length=524288 train.batch_size=8 "
+    "train.micro_batch_size=1 --ranks 8",
 }
 """Commands that a page shows with their error."""
 

@@ -13,9 +13,9 @@ from harness.checkpoint.store import STATE_FILE
 from harness.config.errors import ConfigError
 from harness.config.schema import Config
 from harness.core import rundir
+from harness.core.batch_sizes import BatchSize
 from harness.data.corpus.corpus_record import DataRecord, read_record, render_record
 from harness.data.order.ledger import Ledger
-from harness.data.order.mixture import BatchSize
 from harness.data.sources import RecordedData, open_data, read_recorded_data
 from harness.run_corpus import RunData, plan_data, recorded_data, with_probes
 from tests.composed import load

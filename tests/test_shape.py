@@ -101,6 +101,7 @@ TORCH_FREE_MODULES = (
     "harness.core.events",
     "harness.core.fast_imports",
     "harness.core.batch_shares",
+    "harness.core.batch_sizes",
     "harness.core.state",
     "harness.core.rundir",
     "harness.core.locking.run_lease",

@@ -1,14 +1,17 @@
-"""Averages the parameters of several checkpoints of a run, with equal weights, into a checkpoint of its own.
+"""Averages the parameters of several checkpoints of a run into a checkpoint of its own.
 
 Why: the average of the last checkpoints often has a lower held-out loss than each of them.
 How: the checkpoints are verified, and must agree in the names, shapes and dtypes of their parameters. Then one
 parameter after the other is read from each, summed in fp64, and written, so that the memory is that of one parameter.
+With a decay, each checkpoint weighs that much of the next newer one: an exponential moving average over checkpoints.
+Its weights are divided by their sum, so the newest one weighs most, however few there are.
 Only checkpoints of the newest lineage are averaged: what a rollback has undone is another trajectory, and a tainted
 checkpoint is damage. The result has parameters only. It can be exported and sampled from, but not trained further.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -79,8 +82,14 @@ def check_same_config(checkpoints: Sequence[Checkpoint], changes: Sequence[tuple
             raise ConfigError(fixed[0], message)
 
 
-def average_checkpoints(checkpoints: Sequence[Checkpoint], root: Path) -> Written:
-    """Write the average as a checkpoint below `root`, under the name of the newest one."""
+def decay_weights(count: int, decay: float) -> list[float]:
+    """Weights of `count` checkpoints, oldest first: 1 for the newest, `decay` for the one before, and so on."""
+    return [decay**age for age in reversed(range(count))]
+
+
+def average_checkpoints(checkpoints: Sequence[Checkpoint], root: Path, *, weights: Sequence[float]) -> Written:
+    """Write the weighted average as a checkpoint below `root`, under the name of the newest one. Weights are divided by
+    their sum."""
     try:
         manifests = [integrity.verify(checkpoint.path) for checkpoint in checkpoints]
     except Damaged as error:
@@ -90,9 +99,9 @@ def average_checkpoints(checkpoints: Sequence[Checkpoint], root: Path) -> Writte
 
     def mean_of(name: str) -> Tensor:
         total = torch.zeros(layout[name].size, dtype=torch.float64)
-        for checkpoint, index in zip(checkpoints, indices, strict=True):
-            total += store.read_tensors(checkpoint.path, [name], index)[name]
-        return total.div_(len(checkpoints)).to(layout[name].dtype)
+        for checkpoint, index, weight in zip(checkpoints, indices, weights, strict=True):
+            total.add_(store.read_tensors(checkpoint.path, [name], index)[name], alpha=weight)
+        return total.div_(math.fsum(weights)).to(layout[name].dtype)
 
     root.mkdir(parents=True, exist_ok=True)
     manifest = replace(newest_of(manifests), time=time.time(), world_size=1, files={}, rollback={})

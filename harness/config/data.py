@@ -100,13 +100,21 @@ class StratifyConfig:
         require(self.max_per_batch >= 1, "data.stratify.max_per_batch", message)
 
 
+MIN_CACHE_BLOCKS = 16
+"""Blocks that a limited cache must hold at least."""
+
+
 @dataclass(slots=True, kw_only=True)
 class RemoteDataConfig:
     """Cache of token files in an object store (paths such as s3://bucket/corpus/*.bin)."""
 
     cache_dir: str | None = None
-    """Local directory of the cache, shared by all ranks and runs of a machine; it grows up to the size of the corpora.
-    null: pretraining-harness/corpora in $XDG_CACHE_HOME or ~/.cache."""
+    """Local directory of the cache, shared by all ranks and runs of a machine. null: pretraining-harness/corpora in
+    $XDG_CACHE_HOME or ~/.cache."""
+    cache_gb: float | None = None
+    """Limit of the whole cache directory in GiB; the least recently used blocks are freed first. It should hold the
+    blocks of data.remote.ahead_batches batches of all ranks of the machine. null: no limit, up to the size of the
+    corpora."""
     block_kb: int = 1024
     """Size of a block in KiB: what one request fetches and one hash covers."""
     ahead_batches: int = 16
@@ -118,10 +126,20 @@ class RemoteDataConfig:
     def __post_init__(self) -> None:
         message = f"must be 64 to 65536, got {self.block_kb}"
         require(64 <= self.block_kb <= 65536, "data.remote.block_kb", message)
+        least = MIN_CACHE_BLOCKS * self.block_kb / 2**20
+        message = (
+            f"must hold at least {MIN_CACHE_BLOCKS} blocks of data.remote.block_kb ({least:g}), got {self.cache_gb}"
+        )
+        is_enough = self.cache_gb is None or least <= self.cache_gb < math.inf
+        require(is_enough, "data.remote.cache_gb", message)
         message = f"must be 0 or more, got {self.ahead_batches}"
         require(self.ahead_batches >= 0, "data.remote.ahead_batches", message)
         valid = 0 <= self.retry_s < math.inf
         require(valid, "data.remote.retry_s", f"must be 0 or more, and finite, got {self.retry_s}")
+
+    def limit_bytes(self) -> int | None:
+        """Limit of the cache directory in bytes; None: no limit."""
+        return None if self.cache_gb is None else int(self.cache_gb * 2**30)
 
 
 @dataclass(slots=True, kw_only=True)

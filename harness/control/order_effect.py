@@ -28,11 +28,11 @@ from harness.control.order_checks import (
     require_unread,
     untainted_checkpoints,
 )
+from harness.core.batch_sizes import BatchSize, BatchSizes
 from harness.core.events import Action, ActionKind, Incident, Outcome, RunStarted, StepRecord, parse
 from harness.core.rundir import RunDir
 from harness.data.corpus.corpus_record import read_record
 from harness.data.order.ledger import Ledger
-from harness.data.order.mixture import BatchSize, BatchSizes
 from harness.telemetry.event_log import tail
 
 Ranges = Sequence[tuple[int, int]]

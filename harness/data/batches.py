@@ -28,6 +28,7 @@ from torch import Tensor
 
 from harness.config.errors import require
 from harness.core.batch_shares import Sharing
+from harness.core.batch_sizes import BatchSize, BatchSizes
 from harness.data.batch import IGNORED, Batch
 from harness.data.batch_facts import (
     BatchFacts,
@@ -42,7 +43,7 @@ from harness.data.batch_plan import BatchPlan, Ints, Source
 from harness.data.block_fetch import BlockFetcher, has_remote_files
 from harness.data.corpus.corpus import SampleOrigin, Tokens, digest
 from harness.data.order.ledger import Ledger
-from harness.data.order.mixture import BatchSize, BatchSizes, Mixture, MixtureRecipe
+from harness.data.order.mixture import Mixture, MixtureRecipe
 from harness.data.order.stratify import StratifiedOrder, StratifyReport
 
 NUM_AHEAD = 2

@@ -17,6 +17,7 @@ import torch
 
 from harness.config.errors import ConfigError, require
 from harness.config.schema import Config
+from harness.core.batch_sizes import BatchSize
 from harness.core.rundir import RunDir
 from harness.data.batch_plan import Source
 from harness.data.batches import Batches, Share
@@ -27,7 +28,7 @@ from harness.data.corpus.document_ends import contains_token, num_searched
 from harness.data.corpus.remote_cache import use_cache
 from harness.data.corpus.token_windows import FilesCorpus
 from harness.data.order.ledger import Ledger
-from harness.data.order.mixture import BatchSize, Change, MixtureRecipe
+from harness.data.order.mixture import Change, MixtureRecipe
 from harness.data.order.rare_token_rows import ScannedSource, rare_tokens, write_rare_index
 from harness.data.order.stratify import OrderStage, StratifiedOrder, StratifiedSource
 

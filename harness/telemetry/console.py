@@ -18,6 +18,7 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from harness.config.errors import EXIT_DONE
+from harness.core.batch_sizes import TokenSchedule
 from harness.core.credentials import ENVIRONMENT, without_credentials
 from harness.core.events import (
     Action,
@@ -209,8 +210,10 @@ def clock(seconds: float) -> str:
 class Console:
     """Shows events on `stream`, by default standard output."""
 
-    def __init__(self, num_steps: int, stream: TextIO | None = None) -> None:
+    def __init__(self, num_steps: int, stream: TextIO | None = None, *, schedule: TokenSchedule | None = None) -> None:
+        """Without a schedule, all batches are assumed to be as large as the last one."""
         self.totals = RunTotals()
+        self._schedule = schedule
         self._num_steps = num_steps
         self._stream = SafeStream(stream or sys.stdout)
         self._last: StepRecord | None = None
@@ -255,6 +258,8 @@ class Console:
     def _eta_s(self, record: StepRecord) -> float | None:
         if self._last is None or record.tokens_per_s <= 0:
             return None
+        if self._schedule is not None:
+            return self._schedule.left_s(record, num_steps=self._num_steps)
         batch_tokens = record.tokens - self._last.tokens
         return max(0, self._num_steps - record.step) * batch_tokens / record.tokens_per_s
 

@@ -16,8 +16,10 @@ import time
 from dataclasses import replace
 from typing import Self, final
 
+from harness.config.compose import plain
 from harness.config.errors import EXIT_INTERRUPTED
 from harness.config.schema import Config
+from harness.core.batch_sizes import read_token_schedule
 from harness.core.events import Action, ActionKind, Event, Intervention, RunEnded, StepRecord
 from harness.core.rundir import RunDir
 from harness.distributed.world import World
@@ -49,7 +51,8 @@ class EventReporter:
             self._postmortems = PostmortemProcess(self._run) if self._cfg.telemetry.postmortem else None
             on_written = None if self._postmortems is None else self._postmortems.on_event
             self._log = EventLog(self._run.events, on_written=on_written)
-            self._console = Console(self._cfg.train.num_steps)
+            self._schedule = read_token_schedule(self._run, plain(self._cfg.train))
+            self._console = Console(self._cfg.train.num_steps, schedule=self._schedule)
             self._sink = SinkProcess.start(self._run) if enabled_sinks(self._cfg.telemetry) else None
             self._evaluations = EvaluationProcess.start(self._run, self._cfg.eval)
         return self
@@ -81,6 +84,12 @@ class EventReporter:
         )
         self._report(full_record)
         return full_record
+
+    def left_s(self, record: StepRecord) -> float | None:
+        """Seconds from this step to the last one, by the batch sizes of the run; None on other ranks than 0."""
+        if not self._is_first or self._schedule is None:
+            return None
+        return self._schedule.left_s(record, num_steps=self._cfg.train.num_steps)
 
     def end(self, event: RunEnded) -> None:
         """Report the last event. Picture and post-mortems come first, because this event ends the sink process."""

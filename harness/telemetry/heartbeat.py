@@ -128,7 +128,7 @@ class Heartbeat:
         self._slowest_step_s = 0.0
         self._beat_s = time.monotonic()
         self._loss: float | None = None
-        self._step_time_s: float | None = None
+        self._left_s: float | None = None
         self._exit_code: int | None = None
         self._reason = ""
         self._ended = Event()
@@ -160,9 +160,11 @@ class Heartbeat:
             self._beats += 1
             self._beat_s = time.monotonic()
 
-    def set_progress(self, record: StepRecord) -> None:
-        """Set loss and step time from the last reported step."""
-        self._loss, self._step_time_s = record.loss, record.step_time_s
+    def set_progress(self, record: StepRecord, *, left_s: float | None = None) -> None:
+        """Set loss and time to the end from the last reported step. Without `left_s`, all steps take as long as this
+        one."""
+        self._loss = record.loss
+        self._left_s = record.step_time_s * (self._num_steps - record.step) if left_s is None else left_s
 
     def end(self, exit_code: int, reason: str, state: RunState | None = None) -> None:
         """Set exit code, reason and the last step; the last write includes them."""
@@ -227,7 +229,6 @@ class Heartbeat:
     def _status(self, now: float) -> dict[str, Any]:
         """Content of `status.json`, for scripts."""
         status = RunStatus.paused if self._phase is Phase.pause else RunStatus.running
-        left = None if self._step_time_s is None else self._step_time_s * (self._num_steps - self._step)
         has_ended = self._exit_code is not None
         return {
             "state": RunStatus.ended if has_ended else status,
@@ -236,7 +237,7 @@ class Heartbeat:
             "num_steps": self._num_steps,
             "iteration": self._iteration,
             "loss": self._loss if self._loss is None or abs(self._loss) < float("inf") else str(self._loss),
-            "eta_s": None if has_ended else left,
+            "eta_s": None if has_ended else self._left_s,
             "exit_code": self._exit_code,
             "reason": self._reason,
             "world_size": self._world_size,

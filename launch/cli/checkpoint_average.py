@@ -22,11 +22,11 @@ from launch.cli.model_exchange import run_and_report_errors
 from launch.cli.parser import CommandParser
 
 AVERAGE = """\
-Average the parameters of several checkpoints of a run with equal weights. DIR becomes a run directory with one
-checkpoint, which `harness checkpoint export` and `harness sample` read. It has neither moments nor run state, so it
-cannot be trained further. Checkpoints that are tainted, or that a rollback has undone, are left out. The held-out loss
-of each checkpoint and of the average is printed if the data of the run can be read. Averaging needs the memory of the
-largest parameter, measuring the loss that of the model.
+Average the parameters of several checkpoints of a run, with equal weights or with --decay. DIR becomes a run directory
+with one checkpoint, which `harness checkpoint export` and `harness sample` read. It has neither moments nor run state,
+so it cannot be trained further. Checkpoints that are tainted, or that a rollback has undone, are left out. The held-out
+loss of each checkpoint and of the average is printed if the data of the run can be read. Averaging needs the memory of
+the largest parameter, measuring the loss that of the model.
 """
 RECORD = "average.json"
 NUM_ROWS = 16
@@ -43,6 +43,8 @@ def average_and_print(arguments: Sequence[str]) -> None:
     require(run.config.is_file(), args.run, f"is not a run directory: it has no {run.config.name}")
     require(bool(output.name), "--output", f"must be the path of a new directory, got {args.output!r}")
     require(not (output.exists() or output.is_symlink()), "--output", f"{output} exists; choose another name")
+    is_decay = args.decay is None or 0 < args.decay < 1
+    require(is_decay, "--decay", f"must be above 0 and below 1, got {args.decay}")
     require(args.eval_rows >= 0, "--eval-rows", f"must be 0 (no evaluation) or more, got {args.eval_rows}")
     from harness.analysis.sampling import choose_device
     from harness.checkpoint import average
@@ -55,13 +57,20 @@ def average_and_print(arguments: Sequence[str]) -> None:
         raise ConfigError("", str(error)) from None
     chosen = average.select_steps(lineage, args.steps) if args.steps else average.select_last(lineage, args.last)
     average.check_same_config(chosen, read_config_changes(run))
+    weights = average.decay_weights(len(chosen), 1.0 if args.decay is None else args.decay)
+    shares = [weight / sum(weights) for weight in weights]
     with atomic_directory(output) as scratch:
-        written = average.average_checkpoints(chosen, RunDir(scratch).checkpoints)
+        written = average.average_checkpoints(chosen, RunDir(scratch).checkpoints, weights=weights)
         shutil.copyfile(run.config, RunDir(scratch).config)
-        record = {"run": str(run.path.absolute()), "checkpoints": [checkpoint.name for checkpoint in chosen]}
+        names = [checkpoint.name for checkpoint in chosen]
+        record = {"run": str(run.path.absolute()), "checkpoints": names, "decay": args.decay, "weights": shares}
         (scratch / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     path = RunDir(output).checkpoints / written.path.name
-    print(f"average of {len(chosen)} checkpoints: {path}, {size_text(written.bytes)}")
+    kind = "average" if args.decay is None else "exponential average"
+    print(f"{kind} of {len(chosen)} checkpoints: {path}, {size_text(written.bytes)}")
+    if args.decay is not None:
+        listed = ", ".join(f"{name} {share:.4f}" for name, share in zip(names, shares, strict=True))
+        print(f"  weights {listed}")
     if args.eval_rows:
         paths = {checkpoint.name: checkpoint.path for checkpoint in chosen} | {"average": path}
         print_losses(run, paths, num_rows=args.eval_rows, device_name=args.device)
@@ -122,6 +131,12 @@ def build_parser() -> ArgumentParser:
     choice = parser.add_mutually_exclusive_group(required=True)
     choice.add_argument("--last", metavar="K", type=int, help="average the K newest checkpoints")
     choice.add_argument("--steps", metavar="A,B,...", type=parse_steps, help="average the checkpoints of these steps")
+    parser.add_argument(
+        "--decay",
+        metavar="D",
+        type=float,
+        help="exponential moving average: each checkpoint weighs D times the next newer one; default: equal weights",
+    )
     parser.add_argument("--output", required=True, metavar="DIR", help="directory for the average; must not exist")
     parser.add_argument(
         "--eval-rows", metavar="N", type=int, default=NUM_ROWS, help=f"held-out sequences; 0: none; default: {NUM_ROWS}"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, require
 from harness.core.rundir import RunDir, write_atomically
 from launch.cli.parser import CommandParser
+from launch.cli.remote_runs import require_local, run_dir_of
 
 if TYPE_CHECKING:
     from harness.analysis.dashboard.story import Story
@@ -24,6 +25,9 @@ while the run trains, on 127.0.0.1 unless --host is given. Ctrl-C stops the serv
 
 With two or more RUNs, write compare.html beside them: their curves over each other, their final numbers and the
 differences between their configurations.
+
+RUN may be the URL of a run in an object store: its files are copied to the cache directory of the user, and the page is
+written there, unless --output is given.
 """
 HOST, PORT = "127.0.0.1", 8787
 
@@ -32,6 +36,8 @@ def main(argv: Sequence[str]) -> int:
     """Write or serve the page; returns the exit code."""
     try:
         args = build_parser().parse_args(argv)
+        if args.serve:
+            require_local(args.runs[0], why="where it does not grow; --serve needs a run directory")
         runs = [require_run_dir(path) for path in args.runs]
         out = Path(args.output) if args.output else None
         require(not args.serve or len(runs) == 1, "--serve", f"serves one run, got {len(runs)}")
@@ -48,8 +54,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def require_run_dir(path: str) -> RunDir:
-    """A run directory, with or without an event log."""
-    run = RunDir(Path(path))
+    """A run directory, with or without an event log, or the local copy of a run in an object store."""
+    run = run_dir_of(path)
     message = "is not a run directory: it has neither events.jsonl nor config.yaml"
     require(run.events.is_file() or run.config.is_file(), path, message)
     return run

@@ -16,12 +16,14 @@ from harness.analysis.postmortem.gather import find_incident, folder_of, inciden
 from harness.analysis.postmortem.write import MARKDOWN, write_folder
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, require
 from harness.core.events import Incident
-from harness.core.rundir import RunDir
 from launch.cli.parser import CommandParser
+from launch.cli.remote_runs import run_dir_of
 
 DESCRIPTION = """\
 Write RUN/incidents/NNN/ (evidence.json, postmortem.md, postmortem.html, plots) and print the post-mortem. Without
---incident all incidents and remarks (duplicate batches outside any incident) are written and listed.
+--incident all incidents and remarks (duplicate batches outside any incident) are written and listed. RUN may be the
+URL of a run in an object store: its files are copied to the cache directory of the user, and the reports are written
+there.
 """
 
 
@@ -29,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     """Write and print reports; returns the exit code."""
     try:
         args = build_parser().parse_args(argv)
-        run = RunDir(Path(args.run))
+        run = run_dir_of(args.run)
         require(run.events.exists(), args.run, f"is not a run directory: it has no {run.events.name}")
         log = read_non_step_events(run.events)
         chosen = [*incidents(log), *remarks(log)] if args.incident is None else [find_incident(run, args.incident)]

@@ -29,6 +29,7 @@ from harness.telemetry import heartbeat
 from harness.telemetry.event_log import tail
 from harness.telemetry.heartbeat import MOVING, Beat, RunStatus
 from launch.cli.parser import CommandParser
+from launch.cli.remote_runs import require_local
 from launch.node_record import read_out_nodes
 from launch.slurm import requeue
 from launch.slurm.node_exclusion import NodeExclusion, drop_expired
@@ -116,6 +117,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the status; returns the exit code."""
     try:
         args = build_parser().parse_args(argv)
+        require_local(args.run, why="which has no heartbeats; `harness dashboard` reads it")
         run = RunDir(Path(args.run))
         require(run.config.is_file(), str(run.path), "is not a run directory: it has no config.yaml")
     except ConfigError as error:

@@ -19,6 +19,7 @@ from harness.core.rundir import RunDir
 from harness.telemetry.heartbeat import read_all
 from launch.cli.dashboard import require_run_dir
 from launch.cli.parser import CommandParser
+from launch.cli.remote_runs import require_local
 
 DESCRIPTION = "Follow a run: progress, loss, ranks, recent events. Ctrl-C quits the view; the run continues."
 EVERY_S = 1.0
@@ -29,6 +30,7 @@ def main(argv: Sequence[str]) -> int:
     """Show the run; returns the exit code."""
     try:
         args = build_parser().parse_args(argv)
+        require_local(args.run, why="which has no heartbeats; `harness dashboard` reads it")
         run, story = require_run_dir(args.run), Story()
     except ConfigError as error:
         print(f"harness: {error}", file=sys.stderr)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from harness.data.batches import Batches
-from harness.data.corpus.remote_cache import BLOCKS, DIGEST_BYTES
+from harness.data.corpus.cache_blocks import BLOCKS, DIGEST_BYTES
 from harness.data.order.ledger import Ledger
 from harness.data.sources import open_data
 from tests.composed import load

@@ -184,7 +184,7 @@ def test_a_trial_keeps_its_steps_with_shared_sequences(ranks: Pool, tmp_path: Pa
     results = {}
     for name, trials in (("victim", test_trials.TRIALS), ("plain", ())):
         overrides = (f"run.name={name}", *test_sentinel.STEPS, *trials, "parallel.context=2")
-        found = ranks.run(2, faulty_runs.run, str(tmp_path), test_trials.DAMAGE, *overrides)
+        found = ranks.run(2, faulty_runs.run, str(tmp_path), test_trials.damage(0), *overrides)
         assert len({(result.code, result.state) for result in found}) == 1
         results[name] = found[0]
     assert results["victim"].code == results["plain"].code == 0

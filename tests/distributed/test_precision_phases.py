@@ -1,4 +1,5 @@
-"""Planned changes between fp8 and bf16 on real ranks: which steps are in fp8, and a resume inside each phase."""
+"""Planned changes between fp8 and bf16 on real ranks: which steps are in fp8, also after a resume, skip, rewind,
+rollback or with the sentinel's own fallback to bf16 under way."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.events import ChangePlanned, Finding, StepRecord
+from harness.core.events import Action, ActionKind, ChangePlanned, Event, Finding, Outcome, StepRecord
 from harness.core.rundir import RunDir
 from tests.distributed import faulty_runs
-from tests.distributed.faulty_runs import RankResult
+from tests.distributed.faulty_runs import Fault, RankResult
 from tests.distributed.pool import Pool
 
 pytestmark = pytest.mark.full
@@ -20,20 +21,48 @@ OVERRIDES = ("precision=fp8_emulated", "optim.schedule=constant", "optim.warmup_
 IN_FP8 = [True, True, False, False, False, False, True, True]
 
 
-def run(ranks: Pool, directory: Path, name: str, *overrides: str) -> RankResult:
-    results = ranks.run(2, faulty_runs.run, str(directory), None, f"run.name={name}", *OVERRIDES, *overrides)
+BOUNDARY = 40
+FAULTY = (
+    "precision=fp8_emulated",
+    f"precision.phases=[{{from_batch: {BOUNDARY}, kind: bf16}}]",
+    "train.num_steps=46",
+    "optim.warmup_steps=5",
+    "optim.schedule=constant",
+    "checkpoint.every_steps=0",
+    "checkpoint.good_after_steps=3",
+    "checkpoint.ring.every_steps=7",
+    "sentinel.policy.rollback_margin_steps=2",
+    "sentinel.policy.rollback_window_batches=6",
+)
+
+FALLBACK = (
+    "sentinel.detect.fp8_underflow=1e-9",
+    "sentinel.probe_every=4",
+    "sentinel.policy.precision_iterations=6",
+    "sentinel.planned_batches=0",
+)
+"""Every probe in fp8 finds some underflow. The first one makes iterations 3 to 8 run in bf16."""
+
+
+def run(
+    ranks: Pool, directory: Path, name: str, *overrides: str, base: tuple[str, ...] = OVERRIDES, **more: Fault | None
+) -> RankResult:
+    fault = more.get("fault")
+    results = ranks.run(2, faulty_runs.run, str(directory), fault, f"run.name={name}", *base, *overrides)
     assert len({(result.code, result.state) for result in results}) == 1
     first: RankResult = results[0]
     assert first.code == 0
     return first
 
 
-def test_a_run_changes_its_precision_at_the_planned_batches_and_resumes_inside_each_phase(
-    ranks: Pool, tmp_path: Path
-) -> None:
+def steps_of(log: list[Event]) -> list[StepRecord]:
+    return [event for event in log if isinstance(event, StepRecord)]
+
+
+def test_a_run_changes_its_precision_at_the_planned_batches_and_resumes_anywhere(ranks: Pool, tmp_path: Path) -> None:
     whole = run(ranks, tmp_path, "whole")
     fixed = PHASES.replace("from_fraction: 0.75", "from_batch: 6")
-    for until in (1, 4, 8):
+    for until in (1, 2, 4, 6, 8):  # inside each phase, and right before each change
         resumed = run(ranks, tmp_path, "resumed", fixed, f"train.num_steps={until}", "run.resume=changed")
     for log in (whole.log, resumed.log):
         assert [event.in_fp8 for event in log if isinstance(event, StepRecord)] == IN_FP8
@@ -44,3 +73,75 @@ def test_a_run_changes_its_precision_at_the_planned_batches_and_resumes_inside_e
     assert resumed.weights == whole.weights, "bit for bit"
     dtype = json.loads(RunDir(tmp_path / "whole").manifest.read_text())["dtype"]
     assert dtype["phases"] == [{"from_batch": 2, "compute": "bf16"}, {"from_batch": 6, "compute": "fp8"}]
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        (Fault("gradient", 1, factor=float("nan"), batch=BOUNDARY), ActionKind.skip),
+        (Fault("weights", 1, factor=30.0, iteration=BOUNDARY + 1), ActionKind.rewind),
+        (Fault("weights", 0, factor=30.0, iteration=5), ActionKind.rollback),
+    ],
+    ids=["skip", "rewind", "rollback"],
+)
+def test_a_skip_and_a_restore_across_the_boundary_compute_each_batch_in_its_planned_precision(
+    ranks: Pool, tmp_path: Path, fault: Fault, kind: ActionKind
+) -> None:
+    """The boundary is a batch index. A twin without the excluded batches has the same bits."""
+    overrides: tuple[str, ...] = ()
+    if kind is ActionKind.rollback:  # a new process has no snapshot in memory
+        overrides = ("checkpoint.ring.slots=0", "run.resume=changed")
+        run(ranks, tmp_path, "victim", *overrides, f"train.num_steps={BOUNDARY - 4}", base=FAULTY)
+    victim = run(ranks, tmp_path, "victim", *overrides, base=FAULTY, fault=fault)
+    assert kind in [event.kind for event in victim.log if isinstance(event, Action)]
+    records = steps_of(victim.log)
+    assert [record.in_fp8 for record in records] == [record.cursor < BOUNDARY for record in records]
+    if kind is not ActionKind.skip:
+        (restored,) = [each for each in victim.log if isinstance(each, Outcome) and each.kind is kind]
+        assert restored.succeeded
+        before = [each for each in records if each.iteration <= restored.iteration]
+        after = records[len(before) :]
+        assert before[-1].in_fp8 is False, "the run was in bf16"
+        assert after[0].in_fp8 is True, "and goes on in fp8"
+        assert after[-1].in_fp8 is False
+    faulty_runs.copy_ledger(tmp_path / "victim", tmp_path / "twin")
+    twin = run(ranks, tmp_path, "twin", *overrides, base=FAULTY)
+    assert not [record for record in steps_of(twin.log) if record.refused]
+    assert twin.state == victim.state, "bit for bit"
+
+
+@pytest.mark.parametrize(
+    ("phases", "in_fp8", "stops"),
+    [
+        # The window of the fallback ends in the bf16 phase, which goes on to batch 10; a probe falls back again.
+        (
+            "[{from_batch: 5, kind: bf16}, {from_batch: 11, kind: fp8}]",
+            [True] * 2 + [False] * 9 + [True] * 3 + [False] * 2,
+            (5, 11),
+        ),
+        # The bf16 phase begins and ends within the window, which goes on to iteration 8.
+        (
+            "[{from_batch: 3, kind: bf16}, {from_batch: 5, kind: fp8}]",
+            [True] * 2 + [False] * 6 + [True] * 2 + [False] * 6,
+            (3, 5),
+        ),
+    ],
+    ids=["the phase outlasts the fallback", "the fallback outlasts the phase"],
+)
+def test_a_fallback_that_is_under_way_when_the_phase_changes(
+    ranks: Pool, tmp_path: Path, phases: str, in_fp8: list[bool], stops: tuple[int, ...]
+) -> None:
+    """fp8 needs both: the phase, and no fallback. A resume at each change has the bits of the run in one piece."""
+    overrides = (*FALLBACK, f"precision.phases={phases}")
+    whole = run(ranks, tmp_path, "whole", *overrides, "train.num_steps=16")
+    for until in (*stops, 16):
+        resumed = run(ranks, tmp_path, "resumed", *overrides, f"train.num_steps={until}", "run.resume=changed")
+    for log in (whole.log, resumed.log):
+        assert [record.in_fp8 for record in steps_of(log)] == in_fp8
+    assert resumed.weights == whole.weights, "bit for bit"
+    decided = [
+        [(each.iteration, each.in_fp8, each.until) for each in log if isinstance(each, Action)]
+        for log in (whole.log, resumed.log)
+    ]
+    assert decided[0] == decided[1]
+    assert decided[0][:2] == [(1, False, 8), (7, True, None)]

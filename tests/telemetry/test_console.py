@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from harness.config.schema import Config
+from harness.core.batch_sizes import BatchSize, BatchSizes, TokenSchedule
 from harness.core.events import CheckpointSaved, EvalRecord, Event, Intervention, RunEnded, RunStarted, StepRecord
 from harness.core.rundir import RunDir
 from harness.core.safe_stream import SafeStream
@@ -71,6 +72,18 @@ def test_plain_lines(make_step: MakeStep, started: RunStarted) -> None:
         "step 11/12  loss 5.4000  grad 1.25  lr 3.0e-03  20.5 ktok/s  38.2 GFLOP/s  ETA 0:00",
         "step 12/12  loss 5.3900  grad 1.25  lr 3.0e-03  20.5 ktok/s  38.2 GFLOP/s  ETA 0:00",
     ]
+
+
+def test_the_time_to_the_end_counts_the_larger_batches_that_are_to_come(make_step: MakeStep) -> None:
+    stream = io.StringIO()
+    schedule = TokenSchedule(sizes=BatchSizes([BatchSize(0, 1), BatchSize(6, 16)]), sequence_length=2048)
+    console = Console(12, stream, schedule=schedule)
+    for iteration in range(11):
+        console.show(make_step(iteration))
+    console.close()
+    shown = [line.split("  ")[-1] for line in stream.getvalue().splitlines()]
+    left = [6 * 16, 1 * 16]  # after steps 6 and 11, in batches of 2,048 tokens, at 0.1 s each
+    assert shown[1:] == [f"ETA 0:{round(batches * 0.1):02d}" for batches in left]
 
 
 def test_an_interrupted_run_shows_where_it_stopped(make_step: MakeStep) -> None:

@@ -13,6 +13,7 @@ from harness.core.rundir import RunDir
 from harness.core.state import RunState
 from harness.telemetry import heartbeat
 from harness.telemetry.heartbeat import Beat, Heartbeat, Phase
+from tests.telemetry.conftest import MakeStep
 
 
 @pytest.fixture
@@ -150,3 +151,14 @@ def test_the_launcher_marks_a_killed_run_as_ended(run: RunDir) -> None:
     heartbeat.mark_restarting(run, "rank 1 on host2 was killed by SIGKILL")
     status = json.loads(run.status.read_text())
     assert (status["state"], status["exit_code"]) == ("restarting", None)
+
+
+@pytest.mark.parametrize(("left_s", "expected"), [(None, 0.1 * (100 - 8)), (77.0, 77.0)])
+def test_the_time_to_the_end_is_the_given_one_or_that_of_equal_steps(
+    run: RunDir, make_step: MakeStep, left_s: float | None, expected: float
+) -> None:
+    with make_heartbeat(run) as own:
+        own.set_progress(make_step(7), left_s=left_s)
+        first = own._writes + 2  # the write under way may have begun before
+        wait_for_beat(run, lambda beat: beat.writes > first)
+        assert json.loads(run.status.read_text())["eta_s"] == pytest.approx(expected)

@@ -170,9 +170,13 @@ def state_of(story: Story, *, now_s: float) -> tuple[str, str]:
 def eta_s(story: Story) -> float | None:
     """Seconds to the last step at the current throughput; None if the run has ended or has no throughput yet."""
     tokens_per_s, started = story.last.get("tokens_per_s", 0.0), story.started
-    if story.ended is not None or started is None or not tokens_per_s or not story.accounts.batch_tokens:
+    if story.ended is not None or started is None or not tokens_per_s:
         return None
-    return max(0, started.num_steps - step_of(story)) * story.accounts.batch_tokens / float(tokens_per_s)
+    num_left = max(0, started.num_steps - step_of(story))
+    if story.schedule is not None:
+        return story.schedule.tokens_ahead(int(story.last["cursor"]) + 1, num_left) / float(tokens_per_s)
+    batch_tokens = story.accounts.batch_tokens
+    return num_left * batch_tokens / float(tokens_per_s) if batch_tokens else None
 
 
 def goodput_facts(goodput: Goodput) -> dict[str, Any]:

@@ -7,8 +7,8 @@ is skipped and counted.
 The first read of a long log is bounded: of more than 64 MiB of ordinary steps it takes an even sample, with the
 extremes of each stretch and with everything that is not an ordinary step (`harness.telemetry.log_index`). Steps left
 out of the sample still count in the accounts.
-Left out: anything outside the log, `faults.jsonl` and `system/`; `harness.analysis.dashboard.page_data` reads incident
-folders.
+Left out: anything outside the log, `faults.jsonl`, `system/` and the batch sizes;
+`harness.analysis.dashboard.page_data` reads incident folders.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from typing import Any, final
 
 from harness.analysis.dashboard.goodput import Accounts
 from harness.analysis.dashboard.incidents import IncidentStories
+from harness.analysis.dashboard.run_setup import config_tree
 from harness.analysis.dashboard.series import NAN, ColumnTable, drawable_number, outlier
 from harness.analysis.dashboard.system_load import SystemLoad
+from harness.core.batch_sizes import TokenSchedule, read_token_schedule
 from harness.core.events import (
     Action,
     CheckpointFailed,
@@ -137,6 +139,8 @@ class Story:
     num_lines_lost: int = 0
     num_left_out: int = 0
     """Ordinary steps left out by sampling a long log."""
+    schedule: TokenSchedule | None = None
+    """Tokens of each batch, as of the latest start; None: neither the configuration nor corpus.json can be read."""
     _is_sample: bool = False
     """Whether the lines being read are a sample."""
     _recent: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
@@ -146,13 +150,15 @@ class Story:
         """Read the lines added to the log since the last call, and the load of the machines; returns whether there was
         anything new."""
         has_load = self.system.read_more(run)
-        num_lines = self.num_lines
+        num_lines, num_starts = self.num_lines, self.num_starts
         if run.events not in self._offsets:
             self._read_first(run.events)
         for path in (run.events, run.faults):
             for line in self._new_lines(path):
                 self.num_lines += 1
                 self._add_line(line)
+        if self.num_starts > num_starts:  # a start may bring other batch sizes
+            self.schedule = read_token_schedule(run, config_tree(run).get("train") or {})
         return has_load or self.num_lines > num_lines
 
     def _read_first(self, path: Path) -> None:

@@ -2,7 +2,7 @@
 
 A step is counted once, under the first that holds: a restore undid it; its update was rejected; it was applied and
 kept while the loss was above its level before the incident, until it was back there. Seconds are those of these steps
-plus the recovery time.
+plus the recovery time. Tokens are those of their batches, whose size may change during the run.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from harness.analysis.postmortem.evidence import Cost, IncidentNumbers, RunFacts
+from harness.core.batch_sizes import TokenSchedule
 from harness.core.events import Incident, Outcome, StepRecord
 from harness.sentinel.policy.policy_state import RESTORES
 
@@ -24,32 +25,49 @@ def cost_of(
     records: Sequence[StepRecord],
     outcomes: Sequence[Outcome],
     run: RunFacts,
+    schedule: TokenSchedule | None,
 ) -> Cost:
-    """Total cost of one incident; `records` are all records of its window, not thinned."""
+    """Total cost of one incident; `records` are all records of its window, not thinned. Tokens are 0 without a
+    schedule."""
     onset = incident.onset if numbers.onset is None else numbers.onset
     during = [record for record in records if onset <= record.iteration <= incident.last]
     restores = [outcome for outcome in outcomes if outcome.kind in RESTORES and outcome.succeeded]
-    undone = sum(max(0, outcome.steps_lost) for outcome in restores)
-    refused = sum(record.refused for record in during)
-    raised = 0
+    undone = [cursor for restore in restores for cursor in _undone_batches(restore, records)]
+    refused = [record.cursor for record in during if record.refused]
+    raised: list[int] = []
     if numbers.level is not None:
         since = max((outcome.iteration for outcome in restores), default=onset)
         end = numbers.resumed_iteration or max(incident.last, incident.iteration)
         bound = numbers.level + RAISED_SIGMAS * numbers.sigma
         kept = [r for r in records if since <= r.iteration <= max(end, incident.last) and not r.refused]
-        raised = sum(not record.loss <= bound for record in kept)
+        raised = [record.cursor for record in kept if not record.loss <= bound]
     times = [record.step_time_s for record in records if 0 < record.step_time_s < math.inf]
-    steps = undone + refused + raised
-    seconds = steps * (median(times) if times else 0.0)
+    batches = [*undone, *refused, *raised]
+    seconds = len(batches) * (median(times) if times else 0.0)
     seconds += sum(outcome.seconds for outcome in outcomes if 0 < outcome.seconds < math.inf)
     gpu_hours = seconds * run.world_size / 3600
     price = run.settings.get("cluster.price_per_gpu_hour")
     return Cost(
-        undone_steps=undone,
-        refused_steps=refused,
-        raised_steps=raised,
+        undone_steps=len(undone),
+        refused_steps=len(refused),
+        raised_steps=len(raised),
         seconds=seconds,
-        tokens=steps * run.batch_tokens,
+        tokens=0 if schedule is None else schedule.tokens_of(batches),
         gpu_hours=gpu_hours,
         money=None if price is None else gpu_hours * float(price),
     )
+
+
+def _undone_batches(restore: Outcome, records: Sequence[StepRecord]) -> list[int]:
+    """Batch indices of the steps that a restore undid; those from before the records are counted back from there."""
+    applied: list[StepRecord] = []
+    for record in records:
+        if record.refused or record.iteration > restore.iteration:
+            continue
+        while applied and applied[-1].step >= record.step:  # an earlier restore undid them
+            applied.pop()
+        applied.append(record)
+    count = max(0, restore.steps_lost)
+    found = [record.cursor for record in applied[max(0, len(applied) - count) :]]
+    first = found[0] if found else 0
+    return [*range(first - (count - len(found)), first), *found]

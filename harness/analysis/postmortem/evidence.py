@@ -59,10 +59,6 @@ class RunFacts:
     """Reason and exit code if the run has ended; else empty."""
 
     @property
-    def batch_tokens(self) -> int:
-        return int(self.settings.get("train.batch_size") or 0) * int(self.settings.get("train.sequence_length") or 0)
-
-    @property
     def precision(self) -> str:
         return str(self.settings.get("precision.kind", "not known"))
 

@@ -36,6 +36,7 @@ from harness.checkpoint.catalog import Health, list_checkpoints
 from harness.config import compose
 from harness.config.errors import ConfigError, StorageError, require
 from harness.core import events
+from harness.core.batch_sizes import read_token_schedule
 from harness.core.credentials import without_credentials
 from harness.core.events import (
     ABOUT_SPEED,
@@ -68,6 +69,7 @@ MOST_BATCHES = 8
 REMARK_GAP = 50
 """Duplicate batches within this many iterations belong to one remark."""
 OPEN, REMARK = "open", "remark"
+SCHEDULE_KEYS = ("batch_size", "batch_size_warmup", "sequence_length")
 RECENT_BYTES = 32 << 20
 
 
@@ -238,7 +240,8 @@ def summarize_incident(run: RunDir, incident: Incident, log: Sequence[Event], fa
     findings = [event for event in log if isinstance(event, Finding) and _belongs_to(event, incident)]
     records = read_steps(run.events, incident.onset - BEFORE, incident.last + AFTER_RECORDS)
     numbers = incident_numbers(incident, records, findings)
-    cost = cost_of(incident, numbers, records, outcomes, facts)
+    schedule = read_token_schedule(run, {name: facts.settings.get(f"train.{name}") for name in SCHEDULE_KEYS})
+    cost = cost_of(incident, numbers, records, outcomes, facts, schedule)
     return IncidentSummary(
         incident=incident, numbers=numbers, cost=cost, records=records, findings=findings, outcomes=outcomes
     )

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple, final
 from harness.checkpoint import catalog, integrity
 from harness.checkpoint.catalog import HEALTH, Checkpoint, Health
 from harness.checkpoint.integrity import MANIFEST, READERS, Damaged, Manifest
-from harness.config.errors import ConfigError
+from harness.config.errors import ConfigError, require
 from harness.core.object_store import ObjectStore, StoredObject, join_url
 
 KEY = "checkpoint.remote.url"
@@ -143,6 +144,24 @@ class RemoteRun:
                 (scratch / file).write_bytes(self.store.read(place_of(name, file)))
         integrity.verify(scratch)
         catalog.publish(scratch, root / name)
+
+    def download_file(self, pieces: Sequence[Piece], target: Path) -> None:
+        """Download a run file, compare every piece with its hash, then rename it into place."""
+        scratch = target.with_name(f".{target.name}.tmp")
+        scratch.parent.mkdir(parents=True, exist_ok=True)
+        with scratch.open("wb") as file:
+            for piece in pieces:
+                place = f"{FILES}/{piece.sha256}"
+                try:
+                    content = self.store.read(place)
+                except FileNotFoundError:
+                    content = b""
+                is_intact = hashlib.sha256(content).hexdigest() == piece.sha256
+                require(is_intact, KEY, f"{self.url}/{place}, a piece of {target.name}, is missing or damaged")
+                file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(target)
 
     def delete_checkpoint(self, name: str, files: dict[str, StoredObject]) -> None:
         """Delete a checkpoint; from the first request on it is no checkpoint any more."""

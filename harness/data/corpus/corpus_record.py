@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from harness.config.errors import ConfigError, StorageError
+from harness.core.batch_sizes import BatchSize, BatchSizes
 from harness.data.corpus.file_probe import ListedFile
-from harness.data.order.mixture import BatchSize, BatchSizes
 from harness.data.order.order import Stretch
 
 VERSION = 1

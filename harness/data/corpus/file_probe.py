@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
@@ -57,15 +58,15 @@ def probe(file: ListedFile, *, key: str) -> str:
     """Short hexadecimal hash, equal for equal files whatever their path."""
     path = local_path(file.path, key=key)
     digest = blake2b(repr(file[1:]).encode(), digest_size=8)
-    if (cached := cached_file(path)) is not None:
-        starts = positions(file.num_bytes, DATA_BLOCKS)
-        cached.require((start, min(start + BLOCK_BYTES, file.num_bytes)) for start in starts)
-    try:
-        _add_blocks(digest, path, file.num_bytes, DATA_BLOCKS)
-        if file.index_bytes:
-            _add_blocks(digest, path.with_suffix(".idx"), file.index_bytes, INDEX_BLOCKS)
-    except OSError as error:
-        raise ConfigError(key, f"{path}: cannot be read ({error.strerror})") from None
+    cached, starts = cached_file(path), positions(file.num_bytes, DATA_BLOCKS)
+    ranges = [(start, min(start + BLOCK_BYTES, file.num_bytes)) for start in starts]
+    with nullcontext() if cached is None else cached.holding(ranges):
+        try:
+            _add_blocks(digest, path, file.num_bytes, DATA_BLOCKS)
+            if file.index_bytes:
+                _add_blocks(digest, path.with_suffix(".idx"), file.index_bytes, INDEX_BLOCKS)
+        except OSError as error:
+            raise ConfigError(key, f"{path}: cannot be read ({error.strerror})") from None
     return digest.hexdigest()
 
 

@@ -6,29 +6,34 @@ How: each object becomes a sparse file of the same size in the cache, which is m
 A block is fetched when a window first needs it, and its SHA-256 is written beside the file. A process that reads a
 block for the first time compares content and hash; a block that differs was damaged on disk, or its write was cut
 short, and is fetched again. A lock on the hash of a block lets one process of the machine fetch it while the others
-wait. The directory in the cache depends on URL and version of the object, so a replaced object never mixes with blocks
-of the old one. Small companions (.idx, .meta.json, ...) are fetched as a whole when the file is opened.
-Left out: eviction. The cache grows up to the size of the corpora; a user deletes its directories while no run uses
-them.
+wait, and keeps it in the cache while somebody reads it (`harness.data.corpus.cache_blocks`). With
+`data.remote.cache_gb` the least recently used blocks are freed (`harness.data.corpus.cache_eviction`). The directory in
+the cache depends on URL and version of the object, so a replaced object never mixes with blocks of the old one. Small
+companions (.idx, .meta.json, ...) are fetched as a whole when the file is opened.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
-import struct
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import final
+
+import numpy as np
 
 from harness.config.data import RemoteDataConfig
 from harness.config.errors import ConfigError, StorageError, require
 from harness.core.object_store import ObjectStore, StoredObject, is_url
+from harness.data.corpus import cache_blocks
+from harness.data.corpus.cache_blocks import DIGEST_BYTES, NO_DIGEST, SOURCE
+from harness.data.corpus.cache_eviction import CacheEviction
+from harness.data.corpus.mapped_file import map_file
 
 NUM_FETCHES = 16
 """Blocks that one process fetches at the same time."""
@@ -36,18 +41,29 @@ RECHECK_S = 60.0
 """An object is compared with its recorded version at most this often."""
 LISTING_S = 60.0
 """A listing of a directory is used for this long: hundreds of files of one directory are opened one after the other."""
-DIGEST_BYTES = 32
+MARK_S = 1.0
+"""A use of a block is recorded at most this often, in seconds."""
 COMPANIONS = (".idx", ".meta.json", ".counts.npy", ".tokenizer.json")
-BLOCKS = ".blocks"
 KEY = "data.remote"
 
 
 @final
 class CachedFile:
-    """One object of the store as a local file of the same size; it has content only where `require` was called."""
+    """One object of the store as a local file of the same size; it has content where `require` was called.
+
+    Another process may free a block at any time, unless this one is `holding` it.
+    """
 
     def __init__(
-        self, store: ObjectStore, name: str, found: StoredObject, path: Path, *, key: str, block_bytes: int
+        self,
+        store: ObjectStore,
+        name: str,
+        found: StoredObject,
+        path: Path,
+        *,
+        key: str,
+        block_bytes: int,
+        on_used: Callable[[int], None] | None = None,
     ) -> None:
         self.url = f"{store.url}/{name}"
         self.path = path
@@ -56,11 +72,15 @@ class CachedFile:
         self._found = found
         self._key = key
         self._block_bytes = block_bytes
-        self._digests = path.with_name(path.name + BLOCKS)
-        self._is_verified = bytearray(-(-found.num_bytes // block_bytes))
+        self._on_used = on_used
+        self._digests = cache_blocks.digests_file(path)
+        self._verified = bytearray(-(-found.num_bytes // block_bytes))
+        """Whether this process has compared content and hash of each block."""
+        self._marked_s = [-MARK_S] * len(self._verified)
         self._checked_s = time.monotonic()
         _make_sparse(path, found.num_bytes)
-        _make_sparse(self._digests, DIGEST_BYTES * len(self._is_verified))
+        _make_sparse(self._digests, DIGEST_BYTES * len(self._verified))
+        self._mapped_digests = map_file(self._digests).reshape(-1, DIGEST_BYTES)
 
     def require(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Return when the bytes of all these ranges (start, end) are in the file and verified.
@@ -68,9 +88,10 @@ class CachedFile:
         Raises `StorageError` if the store does not answer for `data.remote.retry_s` seconds, and `ConfigError` if the
         object was replaced or removed.
         """
-        size, verified = self._block_bytes, self._is_verified
-        wanted = {block for start, end in ranges for block in range(start // size, -(-end // size))}
-        missing = [block for block in sorted(wanted) if not verified[block]]
+        self._require_blocks(self._blocks(ranges))
+
+    def _require_blocks(self, blocks: Sequence[int]) -> None:
+        missing = self._missing(blocks)
         if len(missing) == 1:
             self._obtain(missing[0])
         elif missing:
@@ -79,27 +100,97 @@ class CachedFile:
     def require_all(self) -> None:
         self.require([(0, self._found.num_bytes)])
 
+    @contextmanager
+    def holding(self, ranges: Iterable[tuple[int, int]]) -> Iterator[None]:
+        """As `require`; nobody frees these bytes until the `with` block ends.
+
+        Whoever waits for an exclusive lock has only locked blocks before that one, so processes that need several
+        never wait for each other.
+        """
+        blocks = self._blocks(ranges)
+        self._require_blocks(blocks)
+        with self._reporting_errors():
+            digests = self._digests.open("r+b", buffering=0)
+        with digests:  # closing it releases the locks
+            num_fetched = 0
+            with self._reporting_errors():
+                cache_blocks.share_blocks(digests.fileno(), blocks)
+                if self._missing(blocks):  # freed meanwhile
+                    cache_blocks.unlock_all(digests.fileno())
+                    num_fetched = sum(self._lock_for_reading(digests.fileno(), block) for block in blocks)
+                self._mark_used(blocks)
+            yield
+        self._report_use(num_fetched)
+
+    def _blocks(self, ranges: Iterable[tuple[int, int]]) -> list[int]:
+        """The blocks that contain these ranges, in order."""
+        size, last = self._block_bytes, len(self._verified)
+        return sorted({block for start, end in ranges for block in range(start // size, min(-(-end // size), last))})
+
+    def _missing(self, blocks: Sequence[int]) -> list[int]:
+        """Blocks that this process has not verified yet, or that were freed since."""
+        is_stored: list[bool] = np.any(self._mapped_digests[list(blocks)], axis=1).tolist()
+        return [
+            block for block, stored in zip(blocks, is_stored, strict=True) if not (stored and self._verified[block])
+        ]
+
     def _obtain(self, block: int) -> None:
         """Verify a block on disk, or fetch it; other processes that need it wait for the lock."""
+        with self._reporting_errors(), self._digests.open("r+b", buffering=0) as digests:
+            cache_blocks.lock_block(digests.fileno(), block)  # released when `digests` is closed
+            num_fetched = self._obtain_locked(digests.fileno(), block)
+            self._mark_used([block])
+        self._report_use(num_fetched)
+
+    def _lock_for_reading(self, digests: int, block: int) -> int:
+        """Lock a block against being freed; fetches it if that has just happened. Returns the fetched bytes."""
+        cache_blocks.lock_block(digests, block, shared=True)
+        if self._verified[block] and any(cache_blocks.read_digest(digests, block)):
+            return 0
+        cache_blocks.unlock_block(digests, block)
+        cache_blocks.lock_block(digests, block)
+        num_fetched = self._obtain_locked(digests, block)
+        cache_blocks.lock_block(digests, block, shared=True)  # the kernel changes the lock at once
+        return num_fetched
+
+    def _obtain_locked(self, digests: int, block: int) -> int:
+        """Verify or fetch a block that is locked exclusively; returns the fetched bytes."""
         start = block * self._block_bytes
         end = min(start + self._block_bytes, self._found.num_bytes)
-        place = DIGEST_BYTES * block
+        expected = cache_blocks.read_digest(digests, block)
+        with self.path.open("r+b", buffering=0) as file:
+            is_there = any(expected) and _sha256(os.pread(file.fileno(), end - start, start)) == expected
+            if not is_there:
+                content = self._fetch(start, end)
+                cache_blocks.write_digest(digests, block, NO_DIGEST)  # a crash now leaves a block without a hash
+                os.pwrite(file.fileno(), content, start)
+                cache_blocks.write_digest(digests, block, _sha256(content))
+        self._verified[block] = 1
+        return 0 if is_there else end - start
+
+    def _mark_used(self, blocks: Sequence[int]) -> None:
+        now_s = time.monotonic()
+        marked = [block for block in blocks if now_s - self._marked_s[block] >= MARK_S]
+        if marked:
+            cache_blocks.mark_used(self.path, marked, time.time())
+        for block in marked:
+            self._marked_s[block] = now_s
+
+    def _report_use(self, num_fetched_bytes: int) -> None:
+        if self._on_used is not None:
+            with self._reporting_errors():
+                self._on_used(num_fetched_bytes)
+
+    @contextmanager
+    def _reporting_errors(self) -> Iterator[None]:
+        """Turn an error of the cache's file system into one line."""
         try:
-            with self._digests.open("r+b", buffering=0) as digests, self.path.open("r+b", buffering=0) as file:
-                _lock(digests.fileno(), place, DIGEST_BYTES)  # released when `digests` is closed
-                expected = os.pread(digests.fileno(), DIGEST_BYTES, place)
-                is_there = any(expected) and _sha256(os.pread(file.fileno(), end - start, start)) == expected
-                if not is_there:
-                    content = self._fetch(start, end)
-                    os.pwrite(digests.fileno(), bytes(DIGEST_BYTES), place)  # a crash now leaves a block without a hash
-                    os.pwrite(file.fileno(), content, start)
-                    os.pwrite(digests.fileno(), _sha256(content), place)
+            yield
         except (ConfigError, StorageError):
             raise
         except OSError as error:
             problem = f"the cache of {self.url} cannot be used: {error.strerror or error}"
             raise StorageError(error.errno or errno.EIO, problem, str(self.path)) from None
-        self._is_verified[block] = 1
 
     def _fetch(self, start: int, end: int) -> bytes:
         if time.monotonic() - self._checked_s > RECHECK_S:
@@ -131,6 +222,7 @@ class RemoteCache:
         self._listings: dict[str, tuple[float, dict[str, StoredObject]]] = {}
         self._opened: dict[str, CachedFile] = {}
         self._by_path: dict[Path, CachedFile] = {}
+        self._eviction: CacheEviction | None = None
 
     def expand(self, given: str, *, key: str, endings: Sequence[str], pattern: frozenset[str]) -> list[str]:
         """URLs of the data files that a URL means: itself, the .bin of an .idx or of a prefix, or what it matches."""
@@ -166,9 +258,11 @@ class RemoteCache:
         parts = [(each, listed[each].num_bytes, listed[each].version) for each in [name, *beside]]
         digest = hashlib.sha256(json.dumps([bucket, parts, self._cfg.block_kb]).encode()).hexdigest()
         folder = self._root / digest[:32]
+        block_bytes = 1024 * self._cfg.block_kb
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "source.txt").write_text(f"{url}\n", encoding="utf-8")
+            (folder / SOURCE).write_text(f"{url}\n{block_bytes}\n", encoding="utf-8")
+            eviction = self._make_eviction()
             files = [
                 CachedFile(
                     store,
@@ -176,7 +270,8 @@ class RemoteCache:
                     listed[each],
                     folder / each.rpartition("/")[2],
                     key=key,
-                    block_bytes=1024 * self._cfg.block_kb,
+                    block_bytes=block_bytes,
+                    on_used=None if eviction is None else eviction.on_used,
                 )
                 for each in [name, *beside]
             ]
@@ -186,6 +281,15 @@ class RemoteCache:
             companion.require_all()
         self._opened[url] = self._by_path[files[0].path] = files[0]
         return files[0]
+
+    def _make_eviction(self) -> CacheEviction | None:
+        """The eviction of this process, if there is a limit; the cache directory must exist."""
+        limit_bytes = self._cfg.limit_bytes()
+        if limit_bytes is not None and self._eviction is None:
+            message = f"the file system of {self._root} cannot free parts of a file; set it to null"
+            require(cache_blocks.can_free_ranges(self._root), f"{KEY}.cache_gb", message)
+            self._eviction = CacheEviction(self._root, limit_bytes)
+        return self._eviction
 
     def find(self, path: Path) -> CachedFile | None:
         """The object whose local file this is; None for any other file."""
@@ -276,12 +380,6 @@ def _make_sparse(path: Path, num_bytes: int) -> None:
             os.ftruncate(descriptor, num_bytes)
     finally:
         os.close(descriptor)
-
-
-def _lock(descriptor: int, start: int, length: int) -> None:
-    """Lock bytes of an open file against other processes and other threads; waits until they are free."""
-    request = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
-    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLKW, request)
 
 
 def _sha256(content: bytes) -> bytes:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
@@ -98,9 +99,9 @@ def open_tokens(path: str | Path, *, dtype: TokenDtype, key: str, num_files: int
         file = TokenFile(data_path, np.frombuffer(mapped, dtype=index.dtype), key=key, index=index)
     else:
         num_probes = probes_per_file(NUM_PROBES, num_files)
-        if cached is not None:
-            cached.require([(0, min(HEAD_BYTES, len(mapped))), *probed_ranges(len(mapped), num_probes)])
-        stored, offset, count = flat_layout(data_path, mapped.data, dtype=dtype, key=key, num_probes=num_probes)
+        probed = [(0, min(HEAD_BYTES, len(mapped))), *probed_ranges(len(mapped), num_probes)]
+        with nullcontext() if cached is None else cached.holding(probed):
+            stored, offset, count = flat_layout(data_path, mapped.data, dtype=dtype, key=key, num_probes=num_probes)
         file = TokenFile(data_path, np.frombuffer(mapped, dtype=stored, count=count, offset=offset), key=key)
     agrees = dtype is TokenDtype.auto or file.dtype == np.dtype(dtype.value)
     require(agrees, key, f"{data_path}: contains {file.dtype}, but the source's dtype is {dtype.value}")
@@ -129,11 +130,13 @@ class TokenFile:
         """Where the tokens begin: headers come first, and nothing follows the tokens."""
 
     def read(self, first: int, count: int) -> Tokens:
-        """Tokens by position in the stream, as a read-only view."""
+        """Tokens by position in the stream: a read-only view, or a copy if the file is in an object store."""
         assert 0 <= first <= first + count <= self.num_tokens
         self.check_presence()
-        self.require_tokens([(first, first + count)])
-        return self._tokens[first : first + count]
+        if self._cached is None:
+            return self._tokens[first : first + count]
+        with self.holding([(first, first + count)]):
+            return self._tokens[first : first + count].copy()
 
     @property
     def is_remote(self) -> bool:
@@ -145,9 +148,16 @@ class TokenFile:
             size, offset = self.dtype.itemsize, self._offset_bytes
             self._cached.require((offset + size * first, offset + size * end) for first, end in ranges)
 
+    def holding(self, ranges: Iterable[tuple[int, int]]) -> AbstractContextManager[None]:
+        """As `require_tokens`; the cache keeps these ranges until the `with` block ends."""
+        if self._cached is None:
+            return nullcontext()
+        size, offset = self.dtype.itemsize, self._offset_bytes
+        return self._cached.holding((offset + size * first, offset + size * end) for first, end in ranges)
+
     def windows(self, length: int, stride: int) -> Tokens:
         """All windows of `length` tokens that begin at multiples of `stride`, as rows of a view. Does not call
-        `check_presence` or `require_tokens`."""
+        `check_presence`; a file in an object store must be read while `holding` the tokens."""
         if self.num_tokens < length:
             return np.empty((0, length), dtype=self.dtype)
         return sliding_window_view(self._tokens, length)[::stride]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
+from contextlib import nullcontext
 from itertools import accumulate
 from typing import final
 
@@ -111,9 +112,8 @@ class FilesCorpus:
         """Windows of one file, with their ids checked; one fancy index into the map reads them all."""
         file = self._files[number]
         file.check_presence()
-        if file.is_remote:
-            self._require_windows(number, windows)
-        rows: Tokens = self._windows[number][windows]
+        with file.holding(self._ranges(windows)) if file.is_remote else nullcontext():
+            rows: Tokens = self._windows[number][windows]
         if self._is_trusted[number] or rows.view(self._unsigned[number]).max() < self.vocab_size:
             return rows
         row, position = np.argwhere((rows < 0) | (rows >= self.vocab_size))[0].tolist()
@@ -132,11 +132,11 @@ class FilesCorpus:
         for number in np.unique(numbers).tolist():
             if self._files[number].is_remote:
                 first = self._ends[number - 1] if number else 0
-                self._require_windows(number, indices[numbers == number] - first)
+                self._files[number].require_tokens(self._ranges(indices[numbers == number] - first))
 
-    def _require_windows(self, number: int, windows: NDArray[np.int64]) -> None:
-        starts = (windows * self._length).tolist()
-        self._files[number].require_tokens((start, start + self._length + 1) for start in starts)
+    def _ranges(self, windows: NDArray[np.int64]) -> list[tuple[int, int]]:
+        """First token and end of these windows."""
+        return [(start, start + self._length + 1) for start in (windows * self._length).tolist()]
 
     def _window(self, index: int) -> tuple[int, int]:
         """Number of the file, and position of the window in it."""

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.config.errors import ConfigError
+from harness.core.batch_sizes import BatchSize, BatchSizes
 from harness.data.order.order import shuffled
 
 Ints = NDArray[np.int64]
@@ -67,58 +68,6 @@ def phases_of(
             raise ConfigError("data.sources", f"no source has a weight above 0 from batch {batch} on")
         phases.append(MixturePhase(batch, tuple(weights[name] for name in base)))
     return phases
-
-
-class BatchSize(NamedTuple):
-    """Global batch size from a batch on."""
-
-    from_batch: int
-    batch_size: int
-
-
-@final
-class BatchSizes:
-    """Maps (batch index, row) to the position in the stream of samples, and back.
-
-    A run that changes its batch size keeps the indices of its batches: a batch has the size that was configured when it
-    was consumed, and the stream of samples continues without a gap.
-    """
-
-    def __init__(self, sizes: Sequence[BatchSize]) -> None:
-        assert sizes[0].from_batch == 0
-        self._starts = [size.from_batch for size in sizes]
-        self._sizes = [size.batch_size for size in sizes]
-        self._positions = [0]
-        for (start, size), following in zip(sizes, self._starts[1:], strict=False):
-            self._positions.append(self._positions[-1] + (following - start) * size)
-
-    @property
-    def largest(self) -> int:
-        return max(self._sizes)
-
-    @property
-    def is_constant(self) -> bool:
-        return len(self._sizes) == 1
-
-    def at(self, index: int) -> int:
-        """Rows of the batch with this index."""
-        return self._sizes[bisect_right(self._starts, index) - 1]
-
-    def num_alike(self, index: int) -> int | None:
-        """How many batches from this one on have the same size; None: all."""
-        place = bisect_right(self._starts, index)
-        return self._starts[place] - index if place < len(self._starts) else None
-
-    def position(self, index: int) -> int:
-        """The position of a batch's first row."""
-        place = bisect_right(self._starts, index) - 1
-        return self._positions[place] + (index - self._starts[place]) * self._sizes[place]
-
-    def find(self, position: int) -> tuple[int, int]:
-        """Batch index and offset in the batch of a position."""
-        place = bisect_right(self._positions, position) - 1
-        batches, offset = divmod(position - self._positions[place], self._sizes[place])
-        return self._starts[place] + batches, offset
 
 
 @final

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+from harness.analysis.dashboard.page_data import eta_s
 from harness.analysis.dashboard.story import Story
 from harness.analysis.dashboard.terminal_view import frame, sparkline
-from harness.core.events import Intervention, RunStarted
+from harness.core.events import Intervention, RunStarted, to_json
 from harness.core.rundir import RunDir
 from harness.telemetry.heartbeat import Beat, Phase
-from tests.analysis.dashboard.logs import BEGUN, long_run, record, write
+from tests.analysis.dashboard.logs import BATCH_TOKENS, BEGUN, STEP_S, long_run, record, write
 
 
 def beat(rank: int, *, iteration: int, time: float, exit_code: int | None = None) -> Beat:
@@ -28,6 +30,25 @@ def beat(rank: int, *, iteration: int, time: float, exit_code: int | None = None
         time=time,
         exit_code=exit_code,
     )
+
+
+def test_the_time_to_the_end_counts_the_larger_batches_that_are_to_come(tmp_path: Path) -> None:
+    lines = [RunStarted(time=BEGUN, iteration=0, world_size=3, num_steps=80, step=0)]
+    write(tmp_path / "events.jsonl", [*lines, *(record(n, time=BEGUN + n) for n in range(1, 41))])
+    warmup = "[{until_batch: 50, batch_size: 1}, {until_batch: 60, batch_size: 3}]"
+    (tmp_path / "config.yaml").write_text(
+        f"train: {{batch_size: 4, sequence_length: {BATCH_TOKENS}, batch_size_warmup: {warmup}}}\n"
+    )
+    story = Story()
+    story.read_more(RunDir(tmp_path))
+    assert eta_s(story) == STEP_S * (10 * 1 + 10 * 3 + 20 * 4)
+    again = json.dumps({"batch_sizes": [[0, 1], [45, 2]]})
+    (tmp_path / "corpus.json").write_text(again)
+    with (tmp_path / "events.jsonl").open("a") as file:
+        started = RunStarted(time=BEGUN + 41, iteration=40, world_size=3, num_steps=80, step=40)
+        file.write(f"{to_json(started)}\n{record(41, time=BEGUN + 42)}\n")
+    story.read_more(RunDir(tmp_path))
+    assert eta_s(story) == STEP_S * (4 * 1 + 35 * 2), "a later start has other sizes"
 
 
 def test_frame_of_a_live_run(tmp_path: Path) -> None:

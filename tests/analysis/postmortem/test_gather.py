@@ -76,6 +76,40 @@ def test_cost_in_steps_seconds_tokens_and_money(tmp_path: Path) -> None:
     assert cost.money == pytest.approx(10.0)
 
 
+def grows(until: int) -> str:
+    """Settings whose batches have 2 sequences before a batch and 8 from it on."""
+    warmup = f"batch_size_warmup: [{{until_batch: {until}, batch_size: 2}}]"
+    return stories.SETTINGS.replace("batch_size: 8,", f"batch_size: 8, {warmup},")
+
+
+def test_cost_in_tokens_is_that_of_the_batches_of_a_warmup(tmp_path: Path) -> None:
+    run = write(tmp_path / "undone", stories.lost_moments(), grows(ONSET - 5))
+    assert evidence_of(run).cost.tokens == 32 * (5 * 2 + 7 * 8), "batches 140 to 151"
+    run.corpus.write_text('{"batch_sizes": [[0, 4], [141, 8]]}')
+    assert evidence_of(run).cost.tokens == 32 * (1 * 4 + 11 * 8), "the recorded sizes"
+    changes = {at: (lambda row: replace(row, loss=4.0)) for at in range(ONSET, ONSET + 6)}
+    spike = write(tmp_path / "raised", log_of(changes, [stories.ended(last=ONSET + 10)]), grows(ONSET + 2))
+    assert evidence_of(spike).cost.tokens == 32 * (2 * 2 + 4 * 8)
+
+
+def test_each_undone_step_is_counted_once_if_a_second_restore_goes_further_back(tmp_path: Path) -> None:
+    changes: dict[int, stories.Change] = {  # repeated after a rewind of two steps
+        at: (lambda row: replace(row, step=row.iteration - 2, cursor=row.iteration - 2))
+        for at in range(ONSET + 1, ONSET + 4)
+    }
+    events = [
+        stories.outcome(ActionKind.rewind, ONSET, steps_lost=2, target="snapshot"),
+        stories.outcome(ActionKind.rollback, ONSET + 3, steps_lost=5, target="step-00000146-gen-1"),
+        stories.ended(last=ONSET + 3, actions=["rewind", "rollback"]),
+    ]
+    rows = [row for row in log_of(changes, events) if not isinstance(row, StepRecord) or row.iteration <= ONSET + 3]
+    run = write(tmp_path / "run", rows, grows(ONSET - 1))
+    cost = evidence_of(run).cost
+    assert (cost.undone_steps, cost.raised_steps) == (7, 0)
+    # batches 149 and 150 by the rewind; then 147, 148 and the repeated 149, 150 and 151 by the rollback
+    assert cost.tokens == 32 * (2 * 8 + 2 * 2 + 3 * 8)
+
+
 def test_kept_spike_costs_its_raised_steps(tmp_path: Path) -> None:
     changes = {at: (lambda row: replace(row, loss=4.0)) for at in range(ONSET, ONSET + 6)}
     cost = evidence_of(write(tmp_path / "run", log_of(changes, [stories.ended(last=ONSET + 10)]))).cost

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.config.errors import ConfigError, StorageError
+from harness.core.batch_sizes import BatchSize
 from harness.data.corpus.corpora import split
 from harness.data.corpus.corpus_record import (
     Addition,
@@ -26,7 +27,6 @@ from harness.data.corpus.corpus_record import (
     replace_batch_sizes,
 )
 from harness.data.corpus.file_probe import ListedFile
-from harness.data.order.mixture import BatchSize
 from harness.data.order.order import Stretch, num_unrepeated, samples_in
 
 FILES = tuple(FileRecord(path=f"/data/{name}.bin", num_bytes=size) for name, size in (("a", 10), ("b", 20), ("c", 30)))

@@ -12,10 +12,11 @@ import pytest
 
 from harness.config.data import DataKind, RemoteDataConfig, SourceConfig, SyntheticConfig, TokenDtype
 from harness.config.errors import ConfigError, StorageError
+from harness.data.corpus.cache_blocks import BLOCKS, DIGEST_BYTES
 from harness.data.corpus.corpora import build_corpus
 from harness.data.corpus.corpus import SampleShape
 from harness.data.corpus.file_probe import list_files, probe
-from harness.data.corpus.remote_cache import BLOCKS, DIGEST_BYTES, CachedFile, cached_file, local_path, use_cache
+from harness.data.corpus.remote_cache import CachedFile, cached_file, local_path, use_cache
 from harness.data.corpus.token_files import expand, open_tokens
 from harness.data.corpus.token_windows import FilesCorpus
 from tests.data.token_files import write_pair

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.config.errors import ConfigError
-from harness.data.order.mixture import BatchSize, BatchSizes, Change, Mixture, MixturePhase, MixtureRecipe, phases_of
+from harness.core.batch_sizes import BatchSize, BatchSizes
+from harness.data.order.mixture import Change, Mixture, MixturePhase, MixtureRecipe, phases_of
 
 WEIGHTS = st.lists(st.floats(1e-4, 1e3), min_size=1, max_size=7)
 CHANGES = st.lists(

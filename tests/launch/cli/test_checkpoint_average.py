@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import weakref
+from fractions import Fraction
+from operator import mul
 from pathlib import Path
 
 import pytest
@@ -104,6 +106,39 @@ def test_the_average_is_the_mean_of_each_parameter_and_can_be_exported(
     assert exported.files
 
 
+@pytest.mark.parametrize("decay", [0.3, 0.9])
+def test_the_exponential_average_is_exact_and_weighs_the_newest_most(
+    run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str], decay: float
+) -> None:
+    """Every element is the correctly rounded value of the rational sum."""
+    output = RunDir(tmp_path / "average")
+    arguments = ("--last", "3", "--decay", str(decay), "--output", str(output.path), "--eval-rows", "0")
+    assert run_average(run, *arguments) == 0
+    names = ["step-00000010-gen-0", "step-00000020-gen-1", "step-00000040-gen-1"]
+    oldest, middle, newest = (parameters(run.checkpoints / name) for name in names)
+    (written,) = catalog.list_checkpoints(output.checkpoints)
+    found = parameters(written.path)
+    exact = [Fraction(decay) ** 2, Fraction(decay), Fraction(1)]
+    for name, tensor in found.items():
+        each = [one[name].flatten()[:200].tolist() for one in (oldest, middle, newest)]
+        sums = [sum(map(mul, exact, map(Fraction, values))) / sum(exact) for values in zip(*each, strict=True)]
+        rounded = torch.tensor([float(value) for value in sums], dtype=torch.float64).float()
+        assert torch.equal(tensor.flatten()[:200], rounded)
+        plain = (oldest[name].double() * decay**2 + middle[name].double() * decay + newest[name].double()) / (
+            1 + decay + decay**2
+        )
+        assert torch.allclose(tensor.double(), plain, rtol=2**-23, atol=0)
+    record = json.loads((output.path / "average.json").read_text())
+    shares = [float(weight / sum(exact)) for weight in exact]
+    assert (record["checkpoints"], record["decay"]) == (names, decay)
+    assert record["weights"] == pytest.approx(shares)
+    assert shares == sorted(shares)
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("exponential average of 3 checkpoints: ")
+    listed = ", ".join(f"{name} {share:.4f}" for name, share in zip(names, shares, strict=True))
+    assert out[1] == f"  weights {listed}"
+
+
 def test_chosen_steps_are_averaged_without_an_evaluation(
     run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,6 +184,9 @@ def test_the_lineage_has_neither_undone_nor_tainted_checkpoints(run: RunDir) -> 
         (["--steps", "10,10"], "--steps: must name at least 2 different steps, got [10, 10]"),
         (["--steps", "10,30"], "--steps: no usable checkpoint of step 30; there are 10, 20, 40"),
         (["--steps", "10,x"], "argument --steps: must be steps separated by commas, got '10,x'"),
+        (["--last", "2", "--decay", "0"], "--decay: must be above 0 and below 1, got 0.0"),
+        (["--last", "2", "--decay", "1"], "--decay: must be above 0 and below 1, got 1.0"),
+        (["--last", "2", "--decay", "nan"], "--decay: must be above 0 and below 1, got nan"),
         (["--last", "2", "--eval-rows", "-1"], "--eval-rows: must be 0 (no evaluation) or more, got -1"),
     ],
 )
