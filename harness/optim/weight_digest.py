@@ -21,7 +21,7 @@ from torch import Tensor
 from harness.distributed.torch_private.foreach import foreach_norm
 
 DIGEST_MASK = 2**32 - 1
-FEW_ELEMENTS = 2**16
+FEW_ELEMENTS = 2**14
 """Shards up to this size are joined before they are summed: on their own each would take longer to call than to sum."""
 
 
