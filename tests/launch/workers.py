@@ -116,9 +116,17 @@ def count_starts(cfg: Config) -> int:
     return len(starts.read_text().splitlines())
 
 
+def wait_for_first_rank(cfg: Config, num_starts: int) -> None:
+    """Wait until rank 0 has been started as often: its launcher ends it as soon as this rank fails."""
+    starts = locate(cfg).path / "starts-0"
+    while not starts.exists() or len(starts.read_text().splitlines()) < num_starts:
+        time.sleep(0.01)
+
+
 def raise_always(cfg: Config) -> int:
     """Rank 1 raises the same error in every start, each with another message."""
     num_starts = count_starts(cfg)
+    wait_for_first_rank(cfg, num_starts)
     state = RunState(step=4 if rank() == 1 else 9)
     with Heartbeat(locate(cfg), rank=rank(), world_size=2, num_steps=10) as heart:
         heart.beat(state)
@@ -133,6 +141,7 @@ def die_once(cfg: Config) -> int:
     num_starts = count_starts(cfg)
     if num_starts == 1:
         if rank() == 1:
+            wait_for_first_rank(cfg, num_starts)
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(PATIENCE_S)
     connect(cfg.parallel)
@@ -145,6 +154,7 @@ def halt_later(cfg: Config) -> int:
     num_starts = count_starts(cfg)
     if num_starts == 1:
         if rank() == 1:
+            wait_for_first_rank(cfg, num_starts)
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(PATIENCE_S)
     return 3
