@@ -240,7 +240,7 @@ def test_bad_data_is_reproduced_on_both_states(ranks: Pool, tmp_path: Path) -> N
     plan = FaultPlan(seed=0, faults=[Fault(kind=FaultKind.poisoned_batch, at=34)])
     run.drill.write_text(json.dumps({"plan": plan.as_dict()}))
     assert ranks.run(2, run_drill, str(tmp_path)) == [0, 0]
-    found = replay_on(ranks, run, iteration=35, tamper=partial(repeat_data_fault, run.path, 2))
+    found = replay_on(ranks, run, iteration=35, tamper=partial(repeat_data_fault, run.path, 2, 1))
     assert (found["cursor"], found["left_the_log_at"]) == (34, None)
     assert found["first"] == found["second"] == found["logged"]
     assert (found["nature"], found["cause"]) == ("deterministic", "data")
