@@ -145,13 +145,8 @@ def _chunks(hidden: Tensor, targets: Tensor, options: LossOptions) -> zip[tuple[
 
 
 def _chunk_terms(logits: Tensor, targets: Tensor, options: LossOptions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Losses [T], sum of the z terms, the fp32 logits after the multiplier, and their log-partition [T, 1].
-
-    Without a multiplier, fp32 logits are returned themselves, not a copy.
-    """
-    scaled = logits.float()
-    if options.output_multiplier != 1.0:
-        scaled = scaled * options.output_multiplier
+    """Losses [T], sum of the z terms, the fp32 logits after the multiplier, and their log-partition [T, 1]."""
+    scaled = logits.float() * options.output_multiplier
     log_partition = torch.logsumexp(scaled, dim=-1, keepdim=True)
     is_counted = (targets != IGNORED)[:, None]
     losses = log_partition - scaled.gather(-1, targets.clamp(min=0)[:, None])
@@ -163,17 +158,14 @@ def _chunk_terms(logits: Tensor, targets: Tensor, options: LossOptions) -> tuple
 def _chunk_gradient(
     logits: Tensor, targets: Tensor, seed: Tensor, options: LossOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses, sum of the z terms, and the gradient of seed * (sum of both) with respect to `logits`, in its dtype.
-
-    Overwrites fp32 logits. The target's share is subtracted from one column of each row, not from all of them.
-    """
+    """Losses, sum of the z terms, and the gradient of seed * (sum of both) with respect to `logits`, in its dtype."""
     losses, z_sum, scaled, log_partition = _chunk_terms(logits, targets, options)
     grad_loss = seed * options.output_multiplier
-    is_counted, columns = (targets != IGNORED)[:, None], targets.clamp(min=0)[:, None]
-    grad_partition = torch.where(is_counted, grad_loss * (1 + 2 * options.z_loss * log_partition), 0.0)
-    gradient = scaled.sub_(log_partition).exp_().mul_(grad_partition)
-    at_target = gradient.gather(-1, columns) - torch.where(is_counted, grad_loss, 0.0)
-    gradient.scatter_(-1, columns, at_target)
+    grad_partition = torch.where(
+        (targets != IGNORED)[:, None], grad_loss * (1 + 2 * options.z_loss * log_partition), 0.0
+    )
+    is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
+    gradient = torch.exp(scaled - log_partition) * grad_partition - torch.where(is_target, grad_loss, 0.0)
     return losses, z_sum, gradient.to(logits.dtype)
 
 
