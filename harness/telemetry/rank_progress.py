@@ -8,6 +8,7 @@ its victims.
 from __future__ import annotations
 
 import math
+import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ class RankProgress:
     def is_hung(self, limits: HangLimits) -> bool:
         limit_s = limits.limit_s(self.beat)
         if self.beat.exit_code is not None:  # it is exiting and writes no more
-            return self.stalled_s > limit_s and is_alive(self.beat.pid)
+            return self.stalled_s > limit_s and is_alive(self.beat.host, self.beat.pid)
         is_silent = self.silent_s > max(limit_s / 2, 2 * self.beat.every_s)
         return self.stalled_s > limit_s + (0.0 if is_silent else ALIVE_EXTRA_S)
 
@@ -76,8 +77,10 @@ class RankProgress:
         )
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a process of this machine exists and is no zombie."""
+def is_alive(host: str, pid: int) -> bool:
+    """Whether a process exists on this machine and is no zombie; False for one of another machine."""
+    if host != socket.gethostname():
+        return False
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

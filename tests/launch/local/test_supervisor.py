@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import socket
+import subprocess
 import threading
 from dataclasses import asdict, replace
 from functools import cache
@@ -150,8 +152,21 @@ def test_the_limit_follows_the_slowest_step(
 
 @pytest.mark.full
 def test_a_rank_that_has_ended_is_not_hung(ranks: FakeRanks) -> None:
-    ranks.beats = [replace(beat, phase=Phase.end, exit_code=0) for beat in ranks.beats]
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    ranks.beats = [
+        replace(beat, phase=Phase.end, exit_code=0, host=socket.gethostname(), pid=ended.pid) for beat in ranks.beats
+    ]
     assert ranks.run_for(1000) is None
+
+
+@pytest.mark.parametrize(("host", "is_hung"), [(socket.gethostname(), True), ("host1", False)])
+def test_a_rank_that_has_ended_but_does_not_exit_is_hung(ranks: FakeRanks, host: str, is_hung: bool) -> None:
+    """Only on its own machine: the pid of another one means nothing here."""
+    ended = replace(ranks.beats[1], phase=Phase.end, exit_code=0, host=host, pid=os.getpid())
+    ranks.beats[1] = ended
+    line = ranks.run_for(START_WITHIN_S + 5, moving=(0,))
+    assert (line is not None and line.startswith(f"rank 1 on {host} has not moved for 101 s")) is is_hung
 
 
 def test_time_in_which_the_supervisor_was_paused_does_not_count(ranks: FakeRanks) -> None:
