@@ -2,52 +2,28 @@
 
     python -m tests.gpu [pytest arguments]
     python -m tests.gpu -n 6 --dist loadgroup        on many cores; tests that share ranks stay together
+    python -m tests.gpu --add-to FILE -k context     in parts: the table is of all calls with this file
+    python -m tests.gpu --show FILE                  the table alone, on any machine
 
 Exit code 2 without a CUDA device, otherwise pytest's.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.util
 import platform
 import sys
-from collections import Counter, defaultdict
-from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 
+from tests.gpu.summary import Recorder, render
+
 DIRECTORY = Path(__file__).parent
-
-
-@dataclass
-class Summary:
-    """Outcomes and seconds of each test file."""
-
-    outcomes: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    seconds: Counter[str] = field(default_factory=Counter)
-    reasons: Counter[str] = field(default_factory=Counter)
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        file = report.nodeid.split("::")[0]
-        self.seconds[file] += report.duration  # type: ignore[assignment]
-        if report.when == "call" or report.outcome != "passed":
-            self.outcomes[file][report.outcome] += 1
-        if report.skipped and isinstance(report.longrepr, tuple):
-            self.reasons[report.longrepr[2].removeprefix("Skipped: ")] += 1
-
-    def table(self) -> str:
-        kinds = ("passed", "failed", "skipped")
-        lines = [f"| file | {' | '.join(kinds)} | seconds |", "|---|---|---|---|---|"]
-        for file, counts in sorted(self.outcomes.items()):
-            cells = " | ".join(str(counts[kind]) for kind in kinds)
-            lines.append(f"| {file} | {cells} | {self.seconds[file]:.0f} |")
-        total = sum(self.outcomes.values(), Counter())
-        lines.append(f"| all | {' | '.join(str(total[kind]) for kind in kinds)} | {sum(self.seconds.values()):.0f} |")
-        lines += [f"\n{count} skipped: {reason}" for reason, count in self.reasons.items()]
-        return "\n".join(lines)
 
 
 def versions() -> str:
@@ -67,14 +43,23 @@ def versions() -> str:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu", add_help=False, allow_abbrev=False)
+    parser.add_argument("--add-to", type=Path)
+    parser.add_argument("--show", type=Path)
+    options, arguments = parser.parse_known_args()
+    if options.show:
+        print(render(options.show))
+        return 0
     if not torch.cuda.is_available():
         print("tests.gpu: torch finds no CUDA device", file=sys.stderr)
         return 2
-    summary = Summary()
-    arguments = sys.argv[1:]
     selected = any(Path(argument.partition("::")[0]).exists() for argument in arguments)
-    code = pytest.main(arguments if selected else [str(DIRECTORY), *arguments], plugins=[summary])
-    print(f"\n{versions()}\n\n{summary.table()}")
+    with TemporaryDirectory() as scratch:
+        file = options.add_to or Path(scratch) / "results.jsonl"
+        plugins = [Recorder(file, versions())]
+        code = pytest.main(arguments if selected else [str(DIRECTORY), *arguments], plugins=plugins)
+        if file.exists():
+            print(f"\n{render(file)}")
     return int(code)
 
 

@@ -1,0 +1,62 @@
+"""Outcome and seconds of each test, as JSON lines, and a Markdown table of them.
+
+A whole run takes longer than some machines are lent for. So each call appends to the file, one line when a test has
+ended: calls can be added up, and one that was cut off counts as far as it came. The newest line of a test counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+
+OUTCOMES = ("passed", "failed", "skipped")
+
+
+class Recorder:
+    """A pytest plugin that appends what it is told to a file."""
+
+    def __init__(self, file: Path, versions: str) -> None:
+        self._file, self._versions = file, versions
+        self._seconds: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Called for the set-up, the call and the teardown of each test; with xdist, in the main process."""
+        test = report.nodeid
+        self._seconds[test] += report.duration  # type: ignore[assignment]
+        if report.when == "call" or report.outcome != "passed":
+            is_tuple = report.skipped and isinstance(report.longrepr, tuple)
+            reason = report.longrepr[2].removeprefix("Skipped: ") if is_tuple else ""  # type: ignore[index]
+            self._append(test, report.outcome, reason)
+
+    def _append(self, test: str, outcome: str, reason: str) -> None:
+        line = {"test": test, "outcome": outcome, "seconds": round(self._seconds[test], 3), "reason": reason}
+        with self._file.open("a") as file:
+            file.write(json.dumps(line | {"versions": self._versions}) + "\n")
+
+
+def render(file: Path) -> str:
+    """The versions, a table with a row for each test file, and the reasons for skipped tests."""
+    newest = {}
+    for line in file.read_text().splitlines():
+        record = json.loads(line)
+        newest[record["test"]] = record
+    outcomes: dict[str, Counter[str]] = defaultdict(Counter)
+    seconds: Counter[str] = Counter()
+    for test, record in newest.items():
+        outcomes[test.split("::")[0]][record["outcome"]] += 1
+        seconds[test.split("::")[0]] += record["seconds"]
+    lines = [*dict.fromkeys(record["versions"] for record in newest.values()), ""]
+    lines += [f"| file | {' | '.join(OUTCOMES)} | seconds |", "|---|---|---|---|---|"]
+    lines += [_row(name, outcomes[name], seconds[name]) for name in sorted(outcomes)]
+    lines.append(_row("all", sum(outcomes.values(), Counter()), seconds.total()))
+    reasons = Counter(record["reason"] for record in newest.values() if record["outcome"] == "skipped")
+    lines += [f"\n{count} skipped: {reason}" for reason, count in reasons.items()]
+    lines += [f"\nfailed: {test}" for test, record in newest.items() if record["outcome"] == "failed"]
+    return "\n".join(lines)
+
+
+def _row(name: str, counts: Counter[str], seconds: float) -> str:
+    return f"| {name} | {' | '.join(str(counts[kind]) for kind in OUTCOMES)} | {seconds:.0f} |"

@@ -1,0 +1,54 @@
+"""The summary of `python -m tests.gpu`: real runs of pytest, in parts, of which one is killed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.gpu.summary import render
+
+CASES = """
+import os, signal
+import pytest
+
+def test_good(): pass
+def test_depends(): assert "MENDED" in os.environ
+@pytest.mark.skip(reason="needs two devices")
+def test_two(): pass
+def test_last():
+    if "KILLED" in os.environ:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+PART = """
+import sys
+from pathlib import Path
+import pytest
+from tests.gpu.summary import Recorder
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[2:]], plugins=[Recorder(Path(sys.argv[1]), "one GPU")]))
+"""
+
+
+def run_part(directory: Path, *arguments: str, **environment: str) -> int:
+    """Run the cases with the recorder in a process of its own; returns its exit code."""
+    command = [sys.executable, "-c", PART, "results.jsonl", *arguments, "test_cases.py"]
+    root = str(Path(__file__).parents[1])
+    done = subprocess.run(
+        command, cwd=directory, env=os.environ | {"PYTHONPATH": root} | environment, capture_output=True, check=False
+    )
+    return done.returncode
+
+
+def test_parts_add_up_and_a_part_that_was_killed_counts_as_far_as_it_came(tmp_path: Path) -> None:
+    (tmp_path / "test_cases.py").write_text(CASES)
+    results = tmp_path / "results.jsonl"
+    assert run_part(tmp_path, KILLED="1") < 0
+    table = render(results)
+    assert table.startswith("one GPU\n\n| file | passed | failed | skipped | seconds |\n")
+    assert "| all | 1 | 1 | 1 |" in table
+    assert table.endswith("1 skipped: needs two devices\n\nfailed: test_cases.py::test_depends")
+    assert run_part(tmp_path, "-k", "depends or last", MENDED="1") == 0
+    table = render(results)
+    assert "| test_cases.py | 3 | 0 | 1 |" in table
+    assert "failed:" not in table
