@@ -239,6 +239,7 @@ def measure_candidate(run: Run, action: Action, candidate: TrialCandidate, steps
         grad_norm_before=median(norms[:NUM_NORMS]) if norms else 0.0,
         grad_norm=median(norms[-NUM_NORMS:]) if norms else 0.0,
         seconds=time.perf_counter() - steps.begun_s,
+        tokens=steps.end.tokens - steps.start.state.tokens,
     )
 
 
@@ -289,6 +290,7 @@ def make_outcome(run: Run, action: Action, problem: str, results: Sequence[Trial
         succeeded=not problem,
         step=run.state.step,
         steps_lost=sum(result.steps for result in undone),
+        tokens_lost=sum(result.tokens for result in undone),
         reason=problem,
         remedy=winner,
         kept_steps=num_kept,

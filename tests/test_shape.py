@@ -57,6 +57,7 @@ LIBRARY_IMPORTERS = {
     "plotly": {"harness/analysis/dashboard/page.py"},
     "markdown_it": {"harness/analysis/markdown_html.py"},
     "fsspec": {"harness/core/object_store.py"},
+    "aiohttp": {"harness/core/object_store.py"},
     "tokenizers": {"harness/data/prepare/tokenizer.py"},
     "zstandard": {"harness/data/prepare/documents.py"},
     "pyarrow": {"harness/data/prepare/documents.py"},

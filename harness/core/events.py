@@ -452,7 +452,8 @@ class Outcome(Event):
     steps_lost: int = 0
     """Updates that were undone; of a trial, all iterations that were not kept."""
     tokens_lost: int = 0
-    """Tokens consumed since the restored state, also by rejected updates."""
+    """Tokens consumed since the restored state, also by rejected updates; of a trial, by all iterations that were not
+    kept."""
     seconds: float = 0.0
     """Duration of the action."""
     reason: str = ""
@@ -492,6 +493,8 @@ class TrialMeasured(Event):
     """Median gradient norm of the last steps, before clipping."""
     seconds: float
     """Duration."""
+    tokens: int = 0
+    """Tokens that the iterations consumed; 0 in a log of an older version."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -13,6 +13,7 @@ import errno
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, final
 
@@ -21,10 +22,11 @@ from harness.config.errors import ConfigError, StorageError
 T = TypeVar("T")
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+GCS = ("gs://", "gcs://")
 READ_BYTES = 2**24
 """Bytes of one request when an object is read from its beginning to its end."""
 TIMEOUT_S = 20
-"""Seconds that a client of S3 waits for a connection or for more bytes."""
+"""Seconds that a client of S3 or GCS waits for a connection or for more bytes."""
 _VERSION_KEYS = ("ETag", "etag", "md5Hash", "generation", "LastModified", "mtime", "created", "ino")
 """Names under which file systems of fsspec give what changes with the content of an object."""
 
@@ -49,7 +51,8 @@ def require_url(url: str, key: str) -> None:
     try:
         import fsspec
     except ImportError:
-        raise ConfigError(key, f"{url} needs fsspec: pip install 'pretraining-harness[remote]'") from None
+        extra = "gcs" if url.startswith(GCS) else "remote"
+        raise ConfigError(key, f"{url} needs fsspec: pip install 'pretraining-harness[{extra}]'") from None
     try:
         fsspec.get_filesystem_class(url.partition("://")[0])
     except (ImportError, ValueError) as error:
@@ -72,8 +75,12 @@ class ObjectStore:
         if url.startswith(("s3://", "s3a://")):
             timeouts = {"connect_timeout": TIMEOUT_S, "read_timeout": TIMEOUT_S, "retries": {"max_attempts": 1}}
             options["config_kwargs"] = timeouts
+        elif url.startswith(GCS):
+            from aiohttp import ClientTimeout  # a dependency of gcsfs
+
+            options["requests_timeout"] = ClientTimeout(total=None, sock_connect=TIMEOUT_S, sock_read=TIMEOUT_S)
         self._system, root = fsspec.core.url_to_fs(self.url, **options)
-        self._system.retries = 1  # s3fs repeats requests by itself and logs nothing; here each failure is printed
+        _stop_own_repeats(self._system)
         self._root = root.rstrip("/")
 
     def find_all(self, path: str = "") -> dict[str, StoredObject]:
@@ -149,9 +156,9 @@ class ObjectStore:
                 return attempt()
             except FileNotFoundError:
                 raise
-            except PermissionError as error:
-                raise ConfigError(self._key, f"{name}: access denied ({_one_line(error)})") from None
             except Exception as error:
+                if _is_denied(error):
+                    raise ConfigError(self._key, f"{name}: access denied ({_one_line(error)})") from None
                 if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError", "NoCredentialProviders"):
                     raise ConfigError(self._key, f"{name}: {_one_line(error)}") from None
                 left_s = until - time.monotonic()
@@ -162,6 +169,25 @@ class ObjectStore:
                 print(f"warning: {name}: {_one_line(error)}; again in {pause_s:.1f} s", file=sys.stderr, flush=True)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def _stop_own_repeats(system: Any) -> None:
+    """Let each request fail at once: s3fs and gcsfs repeat requests by themselves, for up to half a minute and without
+    a word. Here each failure is printed, and `retry_s` holds."""
+    system.retries = 1  # s3fs reads it at each request
+    once = getattr(getattr(type(system), "_request", None), "__wrapped__", None)
+    if once is not None:
+        system._request = partial(once, system)  # gcsfs: its method without the decorator that repeats it
+
+
+def _is_denied(error: Exception) -> bool:
+    """Whether the credentials do not suffice. gcsfs raises a plain `OSError` for status 403, and for 401 its
+    `HttpError`, unless a token has expired."""
+    if isinstance(error, PermissionError):
+        return True
+    if getattr(error, "code", None) == 401:
+        return "Invalid Credentials" not in str(error)
+    return isinstance(error, OSError) and str(error).startswith("Forbidden: ")
 
 
 def _version(info: dict[str, Any]) -> str:

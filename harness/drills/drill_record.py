@@ -17,6 +17,7 @@ from typing import Any, final
 from harness.config import compose
 from harness.config.errors import ConfigError
 from harness.core import events
+from harness.core.batch_sizes import TokenSchedule, read_token_schedule
 from harness.core.events import EvalRecord, Event, FaultInjected, RunEnded, RunStarted, StepRecord
 from harness.core.rundir import RunDir, write_atomically
 from harness.data.order.ledger import Ledger
@@ -99,7 +100,8 @@ class DrillEvidence:
     starts: list[Start] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """Observations of the runner."""
-    batch_tokens: int = 0
+    schedule: TokenSchedule | None = None
+    """Tokens of each batch; None: unknown."""
     num_excluded: int = 0
     """Batches that the ledger excludes."""
 
@@ -185,6 +187,6 @@ def gather(run: RunDir) -> DrillEvidence:
         faults=[event for event in faults if isinstance(event, FaultInjected)],
         starts=_starts(record),
         notes=record.get("notes", []),
-        batch_tokens=cfg.train.batch_size * cfg.train.sequence_length,
+        schedule=read_token_schedule(run, compose.plain(cfg.train)),
         num_excluded=Ledger.load(run.ledger, writer=False).num_excluded,
     )

@@ -2,8 +2,9 @@
 
 `score` measures; `check_bounds` compares the measurements with the scenario. A bound that could not be measured fails:
 a drill whose fault never struck, or whose twin is missing, must not pass.
-Lost steps are step records minus the final step. A rejected update, a rewind, a rollback and a killed start count
-alike; the one or two steps that a killed run had not logged yet do not count.
+Lost steps are those whose update is not in the final model. A rejected update, a rewind, a rollback and a killed start
+count alike; the one or two steps that a killed run had not logged yet do not count. Lost tokens are those of their
+batches, whose size may change during the run.
 Left out: `slow` findings in the twin. They are caused by the machine, and are shown as remarks.
 """
 
@@ -23,6 +24,7 @@ from harness.core.events import (
     DrillScored,
     Finding,
     Outcome,
+    StepRecord,
 )
 from harness.core.rundir import RunDir
 from harness.drills.drill_record import DrillEvidence, gather, read_drill_record
@@ -31,9 +33,9 @@ from harness.drills.scenario import Expected, Scenario
 from harness.faults.fault_plan import Fault
 
 RESTART_TIMES = ("notice_s", "restart_s", "first_update_s")
+"""Rows of the score card that only a drill with a restart has."""
 PASSIVE = (ActionKind.watch, ActionKind.check, ActionKind.trial)
 """Actions that change nothing."""
-"""Rows of the score card that only a drill with a restart has."""
 
 
 class BoundStatus(StrEnum):
@@ -73,6 +75,7 @@ class Score:
     right_action: bool
     steps_lost: int
     tokens_lost: int
+    """0 if the run has no token schedule."""
     seconds: float
     loss_gap: float | None
     identical: bool | None
@@ -138,7 +141,8 @@ def score(scenario: Scenario, victim: DrillEvidence, twin: DrillEvidence | None)
     expected, fault = scenario.expected, scenario.fault
     detection = detect(expected, fault, 0, victim)
     trials = [outcome for outcome in victim.of(Outcome) if outcome.kind is ActionKind.trial]
-    steps_lost = len(victim.records) - victim.step + sum(outcome.steps_lost for outcome in trials)
+    lost = list_lost_records(victim)
+    tokens_lost = 0 if victim.schedule is None else victim.schedule.tokens_of(record.cursor for record in lost)
     finished = victim.exit_code != EXIT_DONE or (victim.step == victim.num_steps > 0 and has_finite_loss(victim))
     return Score(
         struck=len(find_strikes(victim, 0)),
@@ -147,8 +151,8 @@ def score(scenario: Scenario, victim: DrillEvidence, twin: DrillEvidence | None)
         right_rank=detection.right_rank,
         right_layer=detection.right_layer,
         right_action=is_right(expected.actions, actions_since(victim, detection.since)),
-        steps_lost=steps_lost,
-        tokens_lost=steps_lost * victim.batch_tokens,
+        steps_lost=len(lost) + sum(outcome.steps_lost for outcome in trials),
+        tokens_lost=tokens_lost + sum(outcome.tokens_lost for outcome in trials),
         seconds=round(sum(outcome.seconds for outcome in victim.of(Outcome)) + victim.stopped_s, 3),
         loss_gap=loss_gap(victim, twin),
         identical=None if twin is None else victim.last_numbers == twin.last_numbers,
@@ -160,6 +164,18 @@ def score(scenario: Scenario, victim: DrillEvidence, twin: DrillEvidence | None)
         excluded=victim.num_excluded,
         **measure_restarts(victim),
     )
+
+
+def list_lost_records(victim: DrillEvidence) -> list[StepRecord]:
+    """Records of the steps whose update was rejected, or was applied and is not in the final model."""
+    lost: list[StepRecord] = []
+    kept: list[StepRecord] = []
+    for record in victim.records:
+        last_kept = record.step if record.refused else record.step - 1  # a step that is trained again was undone
+        while kept and kept[-1].step > last_kept:
+            lost.append(kept.pop())
+        (lost if record.refused else kept).append(record)
+    return lost + [record for record in kept if record.step > victim.step]
 
 
 def measure_restarts(victim: DrillEvidence) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Checkpoints in a real S3 server: verified, complete or absent, pruned, caught up after a failure of the server."""
+"""Checkpoints in real S3 and GCS servers: verified, complete or absent, pruned, caught up after a server has failed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,47 +18,37 @@ from harness.checkpoint.remote.__main__ import upload_until_end
 from harness.checkpoint.remote.remote_run import RemoteRun, open_remote_run
 from harness.checkpoint.remote.uploader import PINNED, Uploader
 from harness.config.checkpoint import CheckpointConfig
-from harness.config.compose import to_yaml
+from harness.config.compose import read, to_yaml
 from harness.config.errors import ConfigError, StorageError
 from harness.core import processes
 from harness.core.rundir import RunDir
 from harness.remote_resume import restore_from_store
 from tests.composed import load
-from tests.s3_server import BUCKET, S3Server, s3_server
+from tests.object_stores import BUCKET, StoreServer, ignore_open_connections, s3_only, server_fixture
 
-# Clients of S3 close their connections when the interpreter ends.
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = [pytest.mark.full, ignore_open_connections]
 
-URL = f"s3://{BUCKET}/runs"
 FILE_BYTES = 2**20
 
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    pytest.importorskip("s3fs")
-    pytest.importorskip("moto")
-    with s3_server(tmp_path_factory.mktemp("s3")) as server:
-        yield server
+server = server_fixture()
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
+def run(server: StoreServer, tmp_path: Path) -> RunDir:
     """A run directory with a log; its name is unique, and so is its place in the store."""
     run = RunDir(tmp_path / tmp_path.name)
     run.checkpoints.mkdir(parents=True)
     run.logs.mkdir()
-    overrides = [f"checkpoint.remote.url={URL}", "checkpoint.remote.keep=2", "checkpoint.remote.exit_wait_s=60"]
+    url = server.url("runs")
+    overrides = [f"checkpoint.remote.url={url}", "checkpoint.remote.keep=2", "checkpoint.remote.exit_wait_s=60"]
     run.config.write_text(to_yaml(load(overrides)))
     run.events.write_text('{"event":"run_started"}\n{"event":"step"}\n{"event":"half')
     run.ledger.write_text("")
     return run
 
 
-def settings() -> CheckpointConfig:
-    return load([f"checkpoint.remote.url={URL}", "checkpoint.remote.keep=2"]).checkpoint
+def settings(run: RunDir) -> CheckpointConfig:
+    return read(run.config).checkpoint
 
 
 def save(run: RunDir, step: int, *, num_files: int = 3) -> str:
@@ -69,7 +58,7 @@ def save(run: RunDir, step: int, *, num_files: int = 3) -> str:
     scratch.mkdir()
     names = [f"__{number}_0.distcp" for number in range(num_files)] + [".metadata", "state.json"]
     for file in names:
-        (scratch / file).write_bytes(os.urandom(FILE_BYTES))
+        (scratch / file).write_bytes(os.urandom(FILE_BYTES - 1) + b".")
     manifest = Manifest(
         step=step,
         generation=0,
@@ -85,18 +74,20 @@ def save(run: RunDir, step: int, *, num_files: int = 3) -> str:
 
 
 def remote_of(run: RunDir) -> RemoteRun:
-    return open_remote_run(URL, run.path.name, retry_s=10)
+    url = settings(run).remote.url
+    assert url is not None
+    return open_remote_run(url, run.path.name, retry_s=10)
 
 
 def upload(run: RunDir) -> list[str]:
-    return list(Uploader(run, remote_of(run), settings()).upload_due(last=True))
+    return list(Uploader(run, remote_of(run), settings(run)).upload_due(last=True))
 
 
 def stored(run: RunDir) -> list[tuple[str, str]]:
     return [(each.name, each.health.value) for each in remote_of(run).list_checkpoints()]
 
 
-def test_what_is_uploaded_comes_back_bit_for_bit(server: S3Server, run: RunDir, tmp_path: Path) -> None:
+def test_what_is_uploaded_comes_back_bit_for_bit(server: StoreServer, run: RunDir, tmp_path: Path) -> None:
     first, second = save(run, 10), save(run, 20)
     catalog.mark(run.checkpoints / first, Health.good, "clean")
     lines = upload(run)
@@ -105,7 +96,7 @@ def test_what_is_uploaded_comes_back_bit_for_bit(server: S3Server, run: RunDir, 
     assert not list(run.checkpoints.glob(f"{PINNED}*"))
 
     elsewhere = RunDir(tmp_path / "elsewhere" / run.path.name)
-    restore_from_store(elsewhere, settings().remote)
+    restore_from_store(elsewhere, settings(run).remote)
     assert [each.name for each in catalog.list_checkpoints(elsewhere.checkpoints)] == [second]
     for file in (run.checkpoints / second).iterdir():
         assert (elsewhere.checkpoints / second / file.name).read_bytes() == file.read_bytes()
@@ -124,8 +115,7 @@ def files_of(run: RunDir) -> list[Path]:
     ]
 
 
-def test_retention_and_health_follow_the_run(server: S3Server, run: RunDir) -> None:
-    del server
+def test_retention_and_health_follow_the_run(run: RunDir) -> None:
     names = [save(run, 10)]
     upload(run)
     names += [save(run, step) for step in (20, 30, 40)]
@@ -138,19 +128,19 @@ def test_retention_and_health_follow_the_run(server: S3Server, run: RunDir) -> N
     assert stored(run) == [(names[1], "good"), (names[2], "candidate")]
 
 
-def test_a_tainted_checkpoint_is_not_what_a_resume_takes(server: S3Server, run: RunDir, tmp_path: Path) -> None:
-    del server
+@s3_only
+def test_a_tainted_checkpoint_is_not_what_a_resume_takes(run: RunDir, tmp_path: Path) -> None:
     first, second = save(run, 10), save(run, 20)
     upload(run)
     catalog.mark(run.checkpoints / second, Health.tainted, "incident")
-    list(Uploader(run, remote_of(run), settings())._send_healths(remote_of(run).list_directories()))
+    list(Uploader(run, remote_of(run), settings(run))._send_healths(remote_of(run).list_directories()))
     elsewhere = RunDir(tmp_path / "elsewhere" / run.path.name)
-    restore_from_store(elsewhere, settings().remote)
+    restore_from_store(elsewhere, settings(run).remote)
     assert [each.name for each in catalog.list_checkpoints(elsewhere.checkpoints)] == [first]
 
 
 def test_damage_in_the_store_is_found_and_an_older_checkpoint_is_taken(
-    server: S3Server, run: RunDir, tmp_path: Path
+    server: StoreServer, run: RunDir, tmp_path: Path
 ) -> None:
     first, second = save(run, 10), save(run, 20)
     upload(run)
@@ -162,12 +152,12 @@ def test_damage_in_the_store_is_found_and_an_older_checkpoint_is_taken(
         remote_of(run).verify_checkpoint(second)
     remote_of(run).verify_checkpoint(first)
     elsewhere = RunDir(tmp_path / "elsewhere" / run.path.name)
-    restore_from_store(elsewhere, settings().remote)
+    restore_from_store(elsewhere, settings(run).remote)
     assert [each.name for each in catalog.list_checkpoints(elsewhere.checkpoints)] == [first]
 
 
-def test_a_damaged_local_checkpoint_is_not_uploaded(server: S3Server, run: RunDir) -> None:
-    del server
+@s3_only
+def test_a_damaged_local_checkpoint_is_not_uploaded(run: RunDir) -> None:
     name = save(run, 10)
     file = run.checkpoints / name / "__0_0.distcp"
     file.write_bytes(bytes(FILE_BYTES))
@@ -186,7 +176,9 @@ def start_process(run: RunDir, log: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def test_an_uploader_killed_in_the_middle_leaves_no_checkpoint(server: S3Server, run: RunDir, tmp_path: Path) -> None:
+def test_an_uploader_killed_in_the_middle_leaves_no_checkpoint(
+    server: StoreServer, run: RunDir, tmp_path: Path
+) -> None:
     name = save(run, 10, num_files=12)
     log = tmp_path / "upload.log"
     server.relay.cut_after = server.relay.num_bytes + 9 * FILE_BYTES
@@ -201,7 +193,7 @@ def test_an_uploader_killed_in_the_middle_leaves_no_checkpoint(server: S3Server,
     assert 0 < len(directories[name]) < 14, "some files of the checkpoint are in the store"
     assert stored(run) == []
     elsewhere = RunDir(tmp_path / "elsewhere" / run.path.name)
-    restore_from_store(elsewhere, settings().remote)
+    restore_from_store(elsewhere, settings(run).remote)
     assert not elsewhere.path.exists()
 
     catalog.delete(run.checkpoints / name)
@@ -220,7 +212,7 @@ def wait_for(condition: object, log: Path) -> None:
         time.sleep(0.1)
 
 
-def test_a_failure_of_the_store_is_survived_and_caught_up(server: S3Server, run: RunDir, tmp_path: Path) -> None:
+def test_a_failure_of_the_store_is_survived_and_caught_up(server: StoreServer, run: RunDir, tmp_path: Path) -> None:
     save(run, 10)
     log = tmp_path / "upload.log"
     server.relay.down()
@@ -235,8 +227,8 @@ def test_a_failure_of_the_store_is_survived_and_caught_up(server: S3Server, run:
     assert "the store answers again" in log.read_text()
 
 
-def test_an_upload_survives_that_the_run_deletes_the_checkpoint(server: S3Server, run: RunDir) -> None:
-    del server
+@s3_only
+def test_an_upload_survives_that_the_run_deletes_the_checkpoint(run: RunDir) -> None:
     name = save(run, 10)
     remote = remote_of(run)
     genuine, deleted = remote.store.upload, list[bool]()
@@ -246,33 +238,31 @@ def test_an_upload_survives_that_the_run_deletes_the_checkpoint(server: S3Server
         genuine(local, path)
 
     remote.store.upload = delete_first  # type: ignore[method-assign]
-    list(Uploader(run, remote, settings()).upload_due(last=True))
+    list(Uploader(run, remote, settings(run)).upload_due(last=True))
     assert sum(deleted) == 1
     remote_of(run).verify_checkpoint(name)
 
 
-def test_a_store_that_has_gone_on_elsewhere_or_holds_another_run_is_rejected(
-    server: S3Server, run: RunDir, tmp_path: Path
-) -> None:
-    del server
+@s3_only
+def test_a_store_that_has_gone_on_elsewhere_or_holds_another_run_is_rejected(run: RunDir, tmp_path: Path) -> None:
     save(run, 10)
     upload(run)
     run.events.write_text('{"event":"run_started","time":0,"iteration":5,"world_size":1,"num_steps":9}\n')
     with pytest.raises(ConfigError, match="has come to iteration 10"):
-        restore_from_store(run, settings().remote)
+        restore_from_store(run, settings(run).remote)
     other = RunDir(tmp_path / "other" / run.path.name)
     shutil.copytree(run.path, other.path)
     (other.path / "remote.json").write_text('{"id": "0123"}')
     with pytest.raises(ConfigError, match="holds another run"):
-        restore_from_store(other, settings().remote)
+        restore_from_store(other, settings(run).remote)
     with pytest.raises(ConfigError, match="holds another run"):
         upload(other)
 
 
 def test_without_the_store_a_local_run_goes_on_and_a_new_machine_waits(
-    server: S3Server, run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: StoreServer, run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cfg = settings().remote
+    cfg = settings(run).remote
     cfg.retry_s = 1.0
     server.relay.down()
     try:
@@ -280,7 +270,7 @@ def test_without_the_store_a_local_run_goes_on_and_a_new_machine_waits(
         assert "uploads wait" in capsys.readouterr().err
         with pytest.raises(StorageError, match="does not answer"):
             restore_from_store(RunDir(tmp_path / "none" / run.path.name), cfg)
-        fast = settings()
+        fast = settings(run)
         fast.remote.exit_wait_s = 1.0
         assert upload_until_end(run, fast, trainer=None) == 75
     finally:

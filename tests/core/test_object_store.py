@@ -1,8 +1,17 @@
-"""Object stores through fsspec, with a directory as the store; tests with a real S3 server are in the full tier."""
+"""Object stores through fsspec, with a directory as the store; tests with real servers are in the full tier."""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,6 +21,7 @@ from harness.config.errors import ConfigError, StorageError
 from harness.core.object_store import ObjectStore, is_url
 from harness.data.corpus.remote_cache import use_cache
 from harness.data.corpus.token_files import expand, open_tokens
+from tests.object_stores import ignore_open_connections
 
 KEY = "checkpoint.remote.url"
 
@@ -68,6 +78,78 @@ def test_a_request_is_repeated_until_it_succeeds(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(store._system, "cat_file", fail_twice)
     assert store.read("c") == b"content"
+
+
+@pytest.mark.parametrize(("url", "extra"), [("s3://bucket/a", "remote"), ("gs://bucket/a", "gcs")])
+def test_without_fsspec_the_message_names_the_extra(url: str, extra: str) -> None:
+    with patch.dict(sys.modules, {"fsspec": None}), pytest.raises(ConfigError) as caught:
+        ObjectStore(url, key=KEY, retry_s=0)
+    assert str(caught.value) == f"{KEY}: {url} needs fsspec: pip install 'pretraining-harness[{extra}]'"
+
+
+@contextmanager
+def gcs_that_answers(status: int, message: str) -> Iterator[list[str]]:
+    """A server on loopback that answers each request of gcsfs alike, or not at all if the status is 0; yields the paths
+    of the requests."""
+    paths: list[str] = []
+    is_over = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            paths.append(self.path)
+            if status == 0:
+                is_over.wait(60)
+                return
+            content = json.dumps({"error": {"code": status, "message": message}}).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    environment = {"FSSPEC_GS_TOKEN": "anon", "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server, patch.dict(os.environ, environment):
+        os.environ["STORAGE_EMULATOR_HOST"] = f"http://127.0.0.1:{server.server_address[1]}"
+        import fsspec
+
+        fsspec.config.set_conf_env(fsspec.config.conf)
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        try:
+            yield paths
+        finally:
+            is_over.set()
+            server.shutdown()
+            fsspec.config.conf.clear()
+
+
+@pytest.mark.full
+@ignore_open_connections
+@pytest.mark.skipif(find_spec("gcsfs") is None, reason="needs gcsfs")
+@pytest.mark.parametrize(
+    ("status", "message", "expected"),
+    [
+        (403, "does not have storage.objects.get access", ConfigError),
+        (401, "Anonymous caller does not have storage.objects.get access", ConfigError),
+        (401, "Invalid Credentials", StorageError),
+        (503, "Backend Error", StorageError),
+        (0, "", StorageError),
+    ],
+    ids=["403", "401", "expired token", "503", "no answer"],
+)
+def test_gcs_requests_fail_once_and_denied_access_is_not_repeated(
+    status: int, message: str, expected: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.core.object_store.TIMEOUT_S", 0.2)
+    with gcs_that_answers(status, message) as paths:
+        store = ObjectStore("gs://bucket/runs", key=KEY, retry_s=0)
+        with pytest.raises(expected) as caught:
+            store.read("c")
+    assert "gs://bucket/runs/c: " in str(caught.value)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(paths) == 1, "gcsfs does not repeat the request by itself"
 
 
 def test_token_files_are_read_through_the_cache(tmp_path: Path) -> None:

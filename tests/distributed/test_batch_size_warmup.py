@@ -10,11 +10,21 @@ from typing import Any
 import pytest
 
 from harness.core.batch_sizes import BatchSize
-from harness.core.events import Action, ActionKind, ChangePlanned, Event, Finding, Outcome, StepRecord
+from harness.core.events import ActionKind, ChangePlanned, Event, Finding, StepRecord
 from harness.core.rundir import RunDir
-from tests.distributed import cases, faulty_runs
+from harness.drills.drill_record import gather
+from harness.drills.score import score
+from tests.distributed import cases
+from tests.distributed.boundary_faults import (
+    BOUNDARY,
+    each_fault,
+    run_on_ranks,
+    run_victim_and_twin,
+    split_at_restore,
+)
 from tests.distributed.faulty_runs import Fault, RankResult
 from tests.distributed.pool import Pool
+from tests.drills import logs
 
 pytestmark = pytest.mark.full
 
@@ -25,15 +35,8 @@ SMALL = ("model.num_layers=1", "train.batch_size=16", "train.micro_batch_size=2"
 LATER = (
     "train.batch_size=16",
     "train.micro_batch_size=4",
-    "train.batch_size_warmup=[{until_batch: 40, batch_size: 8}]",
+    f"train.batch_size_warmup=[{{until_batch: {BOUNDARY}, batch_size: 8}}]",
     "train.num_steps=48",
-    "optim.warmup_steps=5",
-    "optim.schedule=constant",
-    "checkpoint.every_steps=0",
-    "checkpoint.good_after_steps=3",
-    "checkpoint.ring.every_steps=7",
-    "sentinel.policy.rollback_margin_steps=2",
-    "sentinel.policy.rollback_window_batches=6",
 )
 
 
@@ -41,19 +44,12 @@ def events_of(kind: Any, log: list[Event]) -> list[Any]:
     return [event for event in log if isinstance(event, kind)]
 
 
-def run(ranks: Pool, directory: Path, name: str, fault: Fault | None, *overrides: str, size: int = 2) -> RankResult:
-    results = ranks.run(size, faulty_runs.run, str(directory), fault, f"run.name={name}", *overrides)
-    assert len({(result.code, result.state) for result in results}) == 1
-    first: RankResult = results[0]
-    return first
-
-
 def test_the_batch_grows_and_a_resume_on_fewer_ranks_continues_the_order(ranks: Pool, tmp_path: Path) -> None:
     for size, until in ((2, 3), (1, 6), (2, 12)):
         steps = (f"train.num_steps={until}", "checkpoint.every_steps=20", "run.resume=changed")
-        resumed = run(ranks, tmp_path, "resumed", None, *SMALL, *steps, size=size)
+        resumed = run_on_ranks(ranks, tmp_path, "resumed", None, *SMALL, *steps, size=size)
         assert resumed.code == 0
-    whole = run(ranks, tmp_path, "whole", None, *SMALL, "train.num_steps=12")
+    whole = run_on_ranks(ranks, tmp_path, "whole", None, *SMALL, "train.num_steps=12")
     records, expected = events_of(StepRecord, resumed.log), events_of(StepRecord, whole.log)
     assert [record.cursor for record in records] == [record.cursor for record in expected] == list(range(12))
     tokens = [32 * sum(SIZES[: number + 1]) for number in range(12)]
@@ -81,50 +77,37 @@ def test_accumulation_over_micro_batches_gives_the_gradient_of_the_whole_batch(r
     assert [record.grad_norm for record in small] == pytest.approx([record.grad_norm for record in whole], rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("fault", "kind"),
-    [
-        (Fault("gradient", 1, factor=float("nan"), batch=40), ActionKind.skip),
-        (Fault("weights", 1, factor=30.0, iteration=41), ActionKind.rewind),
-        (Fault("weights", 1, factor=30.0, iteration=5), ActionKind.rollback),
-    ],
-    ids=["skip", "rewind", "rollback"],
-)
+@each_fault
 def test_a_skip_and_a_restore_across_the_boundary_end_like_a_run_without_those_batches(
     ranks: Pool, tmp_path: Path, fault: Fault, kind: ActionKind
 ) -> None:
-    overrides: tuple[str, ...] = ()
-    if kind is ActionKind.rollback:  # a new process has no snapshot in memory
-        overrides = ("checkpoint.ring.slots=0", "run.resume=changed")
-        run(ranks, tmp_path, "victim", None, *LATER, *overrides, "train.num_steps=36")
-    victim = run(ranks, tmp_path, "victim", fault, *LATER, *overrides)
-    assert victim.code == 0
-    assert kind in [action.kind for action in events_of(Action, victim.log)]
-    entries = [json.loads(line) for line in (tmp_path / "victim" / "ledger.jsonl").read_text().splitlines()]
+    victim, twin = run_victim_and_twin(ranks, tmp_path, fault, kind, *LATER)
+    directory = RunDir(tmp_path / "victim")
+    entries = [json.loads(line) for line in directory.ledger.read_text().splitlines()]
     assert any(entry["first"] <= 41 <= entry["last"] + 1 for entry in entries)
     if kind is not ActionKind.skip:
-        check_tokens_after_restore(victim.log, kind)
-    faulty_runs.copy_ledger(tmp_path / "victim", tmp_path / "twin")
-    twin = run(ranks, tmp_path, "twin", None, *LATER, *overrides)
-    assert not [record for record in events_of(StepRecord, twin.log) if record.refused]
-    assert (twin.code, twin.state) == (0, victim.state)
+        check_tokens_after_restore(victim, kind)
     records = events_of(StepRecord, twin.log)
-    num_small = sum(record.cursor < 40 for record in records)
+    num_small = sum(record.cursor < BOUNDARY for record in records)
     assert records[-1].tokens == 32 * (8 * num_small + 16 * (48 - num_small))
     assert events_of(StepRecord, victim.log)[-1].tokens == records[-1].tokens + 32 * 16 * (kind is ActionKind.skip)
+    consumed = sum(batch_tokens(record) for record in events_of(StepRecord, victim.log))
+    measured = score(logs.scenario(), gather(directory), None)
+    assert measured.tokens_lost == consumed - records[-1].tokens, "the twin has consumed what the victim has kept"
+    assert (measured.tokens_lost == measured.steps_lost * 32 * 16) is (kind is ActionKind.skip)
 
 
-def check_tokens_after_restore(log: list[Event], kind: ActionKind) -> None:
+def batch_tokens(record: StepRecord) -> int:
+    return 32 * (8 if record.cursor < BOUNDARY else 16)
+
+
+def check_tokens_after_restore(victim: RankResult, kind: ActionKind) -> None:
     """The restore goes back to small batches, and every later record counts the tokens of its own batch."""
-    (restored,) = [each for each in events_of(Outcome, log) if each.kind is kind]
-    assert restored.succeeded
-    records = events_of(StepRecord, log)
-    before = [record for record in records if record.iteration <= restored.iteration]
-    after = records[len(before) :]
-    assert before[-1].cursor >= 40 > after[0].cursor
+    restored, before, after = split_at_restore(victim, kind)
+    assert before[-1].cursor >= BOUNDARY > after[0].cursor
     tokens = before[-1].tokens - restored.tokens_lost
     for record in after:
-        tokens += 32 * (8 if record.cursor < 40 else 16)
+        tokens += batch_tokens(record)
         assert record.tokens == tokens
 
 
@@ -133,7 +116,7 @@ def test_a_number_of_ranks_that_the_smallest_batch_cannot_feed_is_one_line_and_l
 ) -> None:
     stages = STAGES.replace("batch_size: 4}", "batch_size: 2}")
     overrides = (*SMALL, stages, "checkpoint.every_steps=20", "run.resume=changed")
-    first = run(ranks, tmp_path, "kept", None, *overrides, "train.num_steps=3")
+    first = run_on_ranks(ranks, tmp_path, "kept", None, *overrides, "train.num_steps=3")
     assert first.code == 0
     files = {path: path.read_bytes() for path in (tmp_path / "kept").rglob("*") if path.is_file()}
     results = ranks.run(4, cases.start_run, str(tmp_path), "run.name=kept", *overrides, "train.num_steps=12")
@@ -145,9 +128,9 @@ def test_a_number_of_ranks_that_the_smallest_batch_cannot_feed_is_one_line_and_l
 def test_ranks_that_do_not_divide_the_batch_share_it_and_continue_the_order(ranks: Pool, tmp_path: Path) -> None:
     for size, until in ((2, 3), (3, 10), (2, 12)):
         steps = (f"train.num_steps={until}", "checkpoint.every_steps=20", "run.resume=changed")
-        resumed = run(ranks, tmp_path, "resumed", None, *SMALL, *steps, size=size)
+        resumed = run_on_ranks(ranks, tmp_path, "resumed", None, *SMALL, *steps, size=size)
         assert resumed.code == 0
-    whole = run(ranks, tmp_path, "whole", None, *SMALL, "train.num_steps=12")
+    whole = run_on_ranks(ranks, tmp_path, "whole", None, *SMALL, "train.num_steps=12")
     records, expected = events_of(StepRecord, resumed.log), events_of(StepRecord, whole.log)
     assert [(each.cursor, each.tokens) for each in records] == [(each.cursor, each.tokens) for each in expected]
     assert [record.loss for record in records] == pytest.approx([record.loss for record in expected], rel=2e-5)
@@ -166,7 +149,7 @@ def test_a_resume_before_a_larger_batch_on_more_ranks_than_the_old_batch_had_seq
         (4, "train.batch_size=8", "train.num_steps=7"),
     ):
         kept = ("checkpoint.every_steps=20", *steps)
-        assert run(ranks, tmp_path, "resumed", None, *small, *kept, size=size).code == 0
+        assert run_on_ranks(ranks, tmp_path, "resumed", None, *small, *kept, size=size).code == 0
     directory = RunDir(tmp_path / "resumed")
     for step in (6, 7):
         shutil.rmtree(directory.checkpoints / f"step-{step:08d}-gen-0")
@@ -177,7 +160,7 @@ def test_a_resume_before_a_larger_batch_on_more_ranks_than_the_old_batch_had_seq
     message += "use fewer ranks until they are consumed"
     assert [(result.code, result.problem) for result in results] == [(2, message)] * 4
     assert {path: path.read_bytes() for path in directory.path.rglob("*") if path.is_file()} == files
-    resumed = run(ranks, tmp_path, "resumed", None, *last)
+    resumed = run_on_ranks(ranks, tmp_path, "resumed", None, *last)
     assert resumed.code == 0
     records = events_of(StepRecord, resumed.log)
     assert [each.cursor for each in records] == [0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7]

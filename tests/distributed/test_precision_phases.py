@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.events import Action, ActionKind, ChangePlanned, Event, Finding, Outcome, StepRecord
+from harness.core.events import Action, ActionKind, ChangePlanned, Event, Finding, StepRecord
 from harness.core.rundir import RunDir
-from tests.distributed import faulty_runs
+from tests.distributed.boundary_faults import BOUNDARY, each_fault, run_on_ranks, run_victim_and_twin, split_at_restore
 from tests.distributed.faulty_runs import Fault, RankResult
 from tests.distributed.pool import Pool
 
@@ -20,21 +20,11 @@ PHASES = "precision.phases=[{from_batch: 2, kind: bf16}, {from_fraction: 0.75, k
 OVERRIDES = ("precision=fp8_emulated", "optim.schedule=constant", "optim.warmup_steps=0", "train.num_steps=8", PHASES)
 IN_FP8 = [True, True, False, False, False, False, True, True]
 
-
-BOUNDARY = 40
 FAULTY = (
     "precision=fp8_emulated",
     f"precision.phases=[{{from_batch: {BOUNDARY}, kind: bf16}}]",
     "train.num_steps=46",
-    "optim.warmup_steps=5",
-    "optim.schedule=constant",
-    "checkpoint.every_steps=0",
-    "checkpoint.good_after_steps=3",
-    "checkpoint.ring.every_steps=7",
-    "sentinel.policy.rollback_margin_steps=2",
-    "sentinel.policy.rollback_window_batches=6",
 )
-
 FALLBACK = (
     "sentinel.detect.fp8_underflow=1e-9",
     "sentinel.probe_every=4",
@@ -44,15 +34,10 @@ FALLBACK = (
 """Every probe in fp8 finds some underflow. The first one makes iterations 3 to 8 run in bf16."""
 
 
-def run(
-    ranks: Pool, directory: Path, name: str, *overrides: str, base: tuple[str, ...] = OVERRIDES, **more: Fault | None
-) -> RankResult:
-    fault = more.get("fault")
-    results = ranks.run(2, faulty_runs.run, str(directory), fault, f"run.name={name}", *base, *overrides)
-    assert len({(result.code, result.state) for result in results}) == 1
-    first: RankResult = results[0]
-    assert first.code == 0
-    return first
+def run(ranks: Pool, directory: Path, name: str, *overrides: str) -> RankResult:
+    result = run_on_ranks(ranks, directory, name, None, *OVERRIDES, *overrides)
+    assert result.code == 0
+    return result
 
 
 def steps_of(log: list[Event]) -> list[StepRecord]:
@@ -75,39 +60,19 @@ def test_a_run_changes_its_precision_at_the_planned_batches_and_resumes_anywhere
     assert dtype["phases"] == [{"from_batch": 2, "compute": "bf16"}, {"from_batch": 6, "compute": "fp8"}]
 
 
-@pytest.mark.parametrize(
-    ("fault", "kind"),
-    [
-        (Fault("gradient", 1, factor=float("nan"), batch=BOUNDARY), ActionKind.skip),
-        (Fault("weights", 1, factor=30.0, iteration=BOUNDARY + 1), ActionKind.rewind),
-        (Fault("weights", 0, factor=30.0, iteration=5), ActionKind.rollback),
-    ],
-    ids=["skip", "rewind", "rollback"],
-)
+@each_fault
 def test_a_skip_and_a_restore_across_the_boundary_compute_each_batch_in_its_planned_precision(
     ranks: Pool, tmp_path: Path, fault: Fault, kind: ActionKind
 ) -> None:
     """The boundary is a batch index. A twin without the excluded batches has the same bits."""
-    overrides: tuple[str, ...] = ()
-    if kind is ActionKind.rollback:  # a new process has no snapshot in memory
-        overrides = ("checkpoint.ring.slots=0", "run.resume=changed")
-        run(ranks, tmp_path, "victim", *overrides, f"train.num_steps={BOUNDARY - 4}", base=FAULTY)
-    victim = run(ranks, tmp_path, "victim", *overrides, base=FAULTY, fault=fault)
-    assert kind in [event.kind for event in victim.log if isinstance(event, Action)]
+    victim, _ = run_victim_and_twin(ranks, tmp_path, fault, kind, *FAULTY)
     records = steps_of(victim.log)
     assert [record.in_fp8 for record in records] == [record.cursor < BOUNDARY for record in records]
     if kind is not ActionKind.skip:
-        (restored,) = [each for each in victim.log if isinstance(each, Outcome) and each.kind is kind]
-        assert restored.succeeded
-        before = [each for each in records if each.iteration <= restored.iteration]
-        after = records[len(before) :]
+        _, before, after = split_at_restore(victim, kind)
         assert before[-1].in_fp8 is False, "the run was in bf16"
         assert after[0].in_fp8 is True, "and goes on in fp8"
         assert after[-1].in_fp8 is False
-    faulty_runs.copy_ledger(tmp_path / "victim", tmp_path / "twin")
-    twin = run(ranks, tmp_path, "twin", *overrides, base=FAULTY)
-    assert not [record for record in steps_of(twin.log) if record.refused]
-    assert twin.state == victim.state, "bit for bit"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -20,43 +19,35 @@ from launch.cli import checkpoint as checkpoint_command
 from tests.data.token_files import write_pair
 from tests.distributed import cases
 from tests.forks import Launched
-from tests.s3_server import BUCKET, S3Server, s3_server
+from tests.object_stores import BUCKET, StoreServer, ignore_open_connections, server_fixture
 
-# Clients of S3 close their connections when the interpreter ends.
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = [pytest.mark.full, ignore_open_connections]
 
-URL = f"s3://{BUCKET}/runs"
 NUM_STEPS = 12
 LAST = catalog.name_of(NUM_STEPS, 0)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    pytest.importorskip("s3fs")
-    pytest.importorskip("moto")
-    directory = tmp_path_factory.mktemp("s3")
-    with s3_server(directory) as server:
-        tokens = np.random.default_rng(1).integers(0, 256, 200_000).tolist()
-        write_pair(directory / "tokens", [tokens])
-        for ending in (".bin", ".idx"):
-            server.system().put_file(str(directory / f"tokens{ending}"), f"{BUCKET}/corpus/tokens{ending}")
-        yield server
+def upload_corpus(server: StoreServer, directory: Path) -> None:
+    tokens = np.random.default_rng(1).integers(0, 256, 200_000).tolist()
+    write_pair(directory / "tokens", [tokens])
+    for ending in (".bin", ".idx"):
+        server.system().put_file(str(directory / f"tokens{ending}"), f"{BUCKET}/corpus/tokens{ending}")
+
+
+server = server_fixture(upload_corpus)
 
 
 def set_environment(variables: dict[str, str]) -> None:
     os.environ.update(variables)
 
 
-def train(directory: Path, server: S3Server, *overrides: str) -> tuple[int, str]:
+def train(directory: Path, server: StoreServer, *overrides: str) -> tuple[int, str]:
     """One launcher with two ranks; its local directories are below `directory`."""
     arguments = [
         *cases.TINY,
         "model.num_layers=1",
         "data=files",
-        f"data.sources.main.paths=[s3://{BUCKET}/corpus/*.bin]",
+        f"data.sources.main.paths=[{server.url('corpus/*.bin')}]",
         f"data.remote.cache_dir={directory}/cache",
         "data.remote.block_kb=64",
         f"train.num_steps={NUM_STEPS}",
@@ -84,9 +75,10 @@ def steps(run: RunDir) -> dict[int, tuple[float, float, int]]:
 
 
 def test_a_run_whose_machine_is_lost_resumes_from_the_store(
-    server: S3Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: StoreServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    remote = f"checkpoint.remote.url={URL}"
+    url = server.url("runs")
+    remote = f"checkpoint.remote.url={url}"
     code, output = train(tmp_path / "here", server, remote)
     assert code == 0, output
     here = RunDir(tmp_path / "here" / "first")
@@ -99,7 +91,7 @@ def test_a_run_whose_machine_is_lost_resumes_from_the_store(
     lost = RunDir(tmp_path / "lost")
     code, output = train(tmp_path / "elsewhere", server, remote)
     assert code == 0, output
-    assert f"downloading {URL}/first/checkpoints/{catalog.name_of(8, 0)}" in output
+    assert f"downloading {url}/first/checkpoints/{catalog.name_of(8, 0)}" in output
 
     run = RunDir(tmp_path / "elsewhere" / "first")
     started = [event for event in events.read(run.events) if isinstance(event, RunStarted)]
@@ -112,5 +104,5 @@ def test_a_run_whose_machine_is_lost_resumes_from_the_store(
     assert f"{place}/{LAST}/manifest.json" in system.find(place)
 
     for command in ("list", "verify"):
-        assert checkpoint_command.main([command, f"{URL}/first"]) == 0
+        assert checkpoint_command.main([command, f"{url}/first"]) == 0
         assert LAST in capsys.readouterr().out

@@ -27,6 +27,7 @@ TRIALS = ("sentinel.policy.trials=4", "sentinel.policy.trial_steps=4")
 DAMAGE_AT, COMMON_STEPS = 32, 24
 """The update of this iteration damages the weights: the run rewinds, and is healthy again. Victims and twins continue a
 copy of the part before it."""
+BATCH_TOKENS = 8 * 32
 TWINS: dict[bytes, list[RankResult]] = {}
 """Control runs by their ledger, which is all that they have of the victim."""
 
@@ -102,6 +103,9 @@ def test_a_trial_finds_the_remedy_that_the_ladder_tries_last(ranks: Pool, tmp_pa
     assert first[-1].held_out_loss < first[0].held_out_loss
     outcome = trial_outcomes(victim.log)[0]
     assert outcome.remedy == "lower_lr"
+    for each in trial_outcomes(victim.log):
+        assert each.tokens_lost == each.steps_lost * BATCH_TOKENS
+    assert outcome.tokens_lost > 0
     kinds = [action.kind for action in events_of(Action, victim.log)]
     cool = kinds.index(ActionKind.cool)
     assert sum(kind in (ActionKind.rewind, ActionKind.rollback) for kind in kinds[:cool]) < 3, "the ladder's rule"

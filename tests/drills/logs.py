@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from harness.core.batch_sizes import BatchSize, BatchSizes, TokenSchedule
 from harness.core.events import (
     Action,
     ActionKind,
@@ -24,6 +25,14 @@ from harness.faults.fault_plan import Fault, FaultKind
 
 NUM_STEPS = 20
 SECONDS_PER_STEP = 2.0
+
+
+def schedule(*sizes: tuple[int, int], sequence_length: int = 1) -> TokenSchedule:
+    """Tokens of each batch; `sizes`: first batch and sequences of a batch from there on."""
+    return TokenSchedule(sizes=BatchSizes([BatchSize(*size) for size in sizes]), sequence_length=sequence_length)
+
+
+HUNDRED = schedule((0, 100))
 
 
 def started(iteration: int = 0, step: int = 0, time: float = 0.0) -> RunStarted:
@@ -79,7 +88,7 @@ def strike(iteration: int, *, rank: int = 1, number: int = 0) -> FaultInjected:
 
 def clean() -> DrillEvidence:
     """A run without faults."""
-    return DrillEvidence(events=[started(), *steps(1, NUM_STEPS), held_out(4.0), ended()], batch_tokens=100)
+    return DrillEvidence(events=[started(), *steps(1, NUM_STEPS), held_out(4.0), ended()], schedule=HUNDRED)
 
 
 def killed_and_resumed() -> DrillEvidence:
@@ -94,7 +103,7 @@ def killed_and_resumed() -> DrillEvidence:
         events=[*events, held_out(4.0, 23), ended(23)],
         faults=[replace(strike(12), time=22.5)],
         starts=[Start(exit_code=0, said=said, seconds=18.0)],
-        batch_tokens=100,
+        schedule=HUNDRED,
     )
 
 

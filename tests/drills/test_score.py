@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.core.events import ActionKind, CheckpointJudged, Event, FindingKind, RunRestarted, StepRecord
+from harness.core.events import ActionKind, CheckpointJudged, Event, FindingKind, Outcome, RunRestarted, StepRecord
 from harness.drills.drill_record import DrillEvidence
 from harness.drills.scenario import Bounds, Expected
 from harness.drills.score import RESTART_TIMES, BoundStatus, Card, check_bounds, detect, format_value, is_right, score
@@ -30,7 +30,7 @@ def rejected_update(*findings: object, actions: tuple[ActionKind, ...] = (SKIP,)
     events = [logs.started(), *logs.steps(1, 11), logs.step(12, 11, refused=True), *logs.steps(13, 21, behind=lost)]
     events += [*findings, *(logs.action(12, kind) for kind in actions)]  # type: ignore[list-item]
     return DrillEvidence(
-        events=[*events, logs.held_out(4.02, 21), logs.ended(21)], faults=[logs.strike(12)], batch_tokens=100
+        events=[*events, logs.held_out(4.02, 21), logs.ended(21)], faults=[logs.strike(12)], schedule=logs.HUNDRED
     )
 
 
@@ -203,27 +203,74 @@ def test_each_fault_of_a_plan_is_detected_separately() -> None:
     assert [detect(expected, fault, number, victim).found for number in (0, 1, 2)] == [True, False, None]
 
 
+WARMUP = logs.schedule((0, 2), (5, 3), (12, 8), sequence_length=10)
+"""A batch-size warm-up: batches of 20 tokens, from batch 5 on of 30, from batch 12 on of 80."""
+
+
 @given(
-    refused=st.lists(st.booleans(), min_size=1, max_size=40), killed_after=st.integers(0, 40), saved=st.integers(1, 9)
+    refused=st.lists(st.booleans(), min_size=1, max_size=40),
+    restored_after=st.sets(st.integers(0, 40), max_size=4),
+    saved=st.integers(1, 9),
+    is_start=st.booleans(),
 )
-def test_lost_steps_match_a_step_by_step_count(refused: list[bool], killed_after: int, saved: int) -> None:
+def test_lost_steps_and_tokens_match_a_step_by_step_count(
+    refused: list[bool], restored_after: set[int], saved: int, is_start: bool
+) -> None:
     events: list[Event] = [logs.started()]
-    number, lost, at_save, num_starts = 0, 0, 0, 1
+    lost, num_starts, cursor = list[int](), 1, 0
+    kept, at_save = list[int](), (list[int](), 0)
     for iteration, is_refused in enumerate(refused, start=1):
-        number += not is_refused
-        lost += is_refused
-        events.append(logs.step(iteration, number, refused=is_refused))
+        (lost if is_refused else kept).append(cursor)
+        events.append(logs.step(iteration, len(kept), cursor=cursor, refused=is_refused))
+        cursor += 1
         if iteration % saved == 0:
-            at_save = number
-        if iteration == killed_after:
-            lost += number - at_save
-            number = at_save
-            num_starts += 1
-            events.append(logs.started(iteration, number))
-    events.append(logs.ended(len(refused), number))
-    victim = DrillEvidence(events=events, batch_tokens=7)
+            at_save = (list(kept), cursor)
+        if iteration in restored_after:
+            lost += kept[len(at_save[0]) :]
+            kept, cursor = list(at_save[0]), at_save[1]
+            num_starts += is_start
+            events += [logs.started(iteration, len(kept))] if is_start else []
+    events.append(logs.ended(len(refused), len(kept)))
+    measured = score(logs.scenario(), DrillEvidence(events=events, schedule=WARMUP), None)
+    tokens = sum(20 if batch < 5 else 30 if batch < 12 else 80 for batch in lost)
+    assert (measured.steps_lost, measured.tokens_lost, measured.starts) == (len(lost), tokens, num_starts)
+
+
+def test_lost_tokens_are_those_of_the_batches_concerned() -> None:
+    """A skip and a rewind in the small batches of a warm-up. At the final batch size they would have lost 320 tokens,
+    more than the run had consumed by then."""
+    refused = logs.step(3, 2, cursor=2, refused=True)
+    events = [logs.started(), *logs.steps(1, 2), refused, *logs.steps(4, 7, behind=1)]
+    events += [logs.step(iteration, iteration - 4, cursor=iteration - 4) for iteration in range(8, 17)]
+    victim = DrillEvidence(events=[*events, logs.ended(16, 12)], schedule=WARMUP)
     measured = score(logs.scenario(), victim, None)
-    assert (measured.steps_lost, measured.tokens_lost, measured.starts) == (lost, 7 * lost, num_starts)
+    assert WARMUP.tokens_ahead(0, 7) == 5 * 20 + 2 * 30
+    assert (measured.steps_lost, measured.tokens_lost) == (4, 20 + 20 + 2 * 30)
+
+
+def test_steps_that_a_checkpoint_holds_and_the_log_does_not_are_not_subtracted() -> None:
+    """Killed after the checkpoint of step 8, when the record of step 6 was the last one that had been logged."""
+    events = [logs.started(), *logs.steps(1, 6), logs.started(6, 8), logs.step(9, 9, refused=False)]
+    events += [logs.step(10, 9, refused=True), logs.step(11, 10, cursor=10), logs.ended(11, 10)]
+    measured = score(logs.scenario(), DrillEvidence(events=events, schedule=logs.HUNDRED), None)
+    assert (measured.steps_lost, measured.tokens_lost) == (1, 100)
+
+
+def test_the_iterations_that_a_trial_drops_count() -> None:
+    victim = rejected_update()
+    trial = Outcome(
+        time=0.0,
+        iteration=15,
+        kind=ActionKind.trial,
+        incident=1,
+        succeeded=True,
+        step=14,
+        steps_lost=8,
+        tokens_lost=560,
+    )
+    victim.events.append(trial)
+    measured = score(logs.scenario(), victim, None)
+    assert (measured.steps_lost, measured.tokens_lost) == (9, 660)
 
 
 def test_values_are_formatted() -> None:

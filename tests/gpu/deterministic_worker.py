@@ -21,7 +21,7 @@ from harness.distributed.determinism import deterministic_algorithms, fill_memor
 from harness.distributed.world import connected
 from harness.precision.attention import fast_attention
 from harness.start_check import check_determinism, compute_digests
-from tests.gpu.test_step import SMALL, step
+from tests.gpu.one_rank import SMALL, step
 
 
 def main(result: str, *overrides: str) -> None:

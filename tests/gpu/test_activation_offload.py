@@ -12,7 +12,7 @@ import torch
 
 from harness.distributed.world import disconnect
 from harness.precision.attention import fast_attention
-from tests.gpu.test_step import start, step
+from tests.gpu.one_rank import start, step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,7 +44,7 @@ from harness.distributed.determinism import deterministic_algorithms
 from harness.distributed.world import connected
 from harness.precision.attention import fast_attention
 from tests.distributed.cases import digest
-from tests.gpu.test_step import SMALL, step
+from tests.gpu.one_rank import SMALL, step
 
 cfg = load([*SMALL, "run.deterministic=true", "model.num_layers=6", "train.micro_batch_size=4", *sys.argv[1:]])
 with deterministic_algorithms(enabled=True), fast_attention(), connected(cfg.parallel) as world:

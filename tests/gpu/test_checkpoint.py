@@ -19,7 +19,7 @@ from harness.core.state import RunState
 from harness.distributed.shards import local
 from harness.distributed.world import connect, disconnect
 from harness.step import finish_step, forward_backward
-from tests.gpu.test_step import SMALL
+from tests.gpu.one_rank import SMALL
 
 pytestmark = [
     pytest.mark.gpu,

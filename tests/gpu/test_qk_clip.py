@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
 
-from harness.build import Parts, build
-from harness.config.compose import load
-from harness.config.schema import Config
-from harness.core.rundir import RunDir
+from harness.build import Parts
 from harness.distributed.shards import local
-from harness.distributed.world import connect, disconnect
-from harness.precision.attention import fast_attention
+from harness.distributed.world import disconnect
 from harness.step import finish_step, forward_backward
+from tests.gpu import one_rank
+from tests.gpu.one_rank import step
 from tests.no_sync import host_syncs_fail
 
 pytestmark = [
@@ -25,28 +22,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # from torch.compile
 ]
 
-SMALL = (
-    *("model.dim=256", "model.num_layers=3", "model.num_heads=4", "model.num_kv_heads=2", "model.ffn_dim=512"),
-    *("train.batch_size=8", "train.sequence_length=256", "parallel.device=cuda", "precision=bf16"),
-)
+single_rank = pytest.fixture(autouse=True)(one_rank.one_rank)
+start = partial(one_rank.start, "precision=bf16")
 QUERY = "blocks.1.attention.query.weight"
-
-
-@pytest.fixture(autouse=True)
-def single_rank() -> Iterator[None]:
-    with fast_attention():
-        yield
-    disconnect()
-
-
-def start(*overrides: str) -> tuple[Parts, Config]:
-    cfg = load([*SMALL, *overrides])
-    return build(cfg, connect(cfg.parallel), RunDir(Path("/nonexistent"))), cfg
-
-
-def step(parts: Parts, cfg: Config, index: int, *, probe: bool = False) -> torch.Tensor:
-    forward_backward(parts, parts.batches[index], cfg=cfg, probe=probe)
-    return finish_step(parts, cfg=cfg, probe=probe)
 
 
 def grow(parts: Parts, factor: float) -> None:

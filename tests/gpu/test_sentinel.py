@@ -34,7 +34,7 @@ from harness.telemetry.event_reporter import EventReporter
 from harness.telemetry.heartbeat import Heartbeat
 from harness.telemetry.step_profiler import StepProfiler
 from harness.train import train
-from tests.gpu.test_step import SMALL
+from tests.gpu.one_rank import SMALL
 from tests.no_sync import host_syncs_fail
 from tests.sentinel.series import config, losses, norms
 

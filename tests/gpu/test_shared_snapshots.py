@@ -22,9 +22,9 @@ from harness.distributed.collectives import gather_results
 from harness.distributed.shards import local
 from harness.distributed.world import connect
 from tests.distributed.pool import Pool
+from tests.gpu.one_rank import SMALL
 from tests.gpu.test_checkpoint import step
 from tests.gpu.test_deterministic import Setting, assert_identical, prepare, restarts, train
-from tests.gpu.test_step import SMALL
 from tests.no_sync import host_syncs_fail
 
 pytestmark = [

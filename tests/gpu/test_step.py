@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
-from harness.build import Parts, build
-from harness.config.compose import load
-from harness.config.schema import Config
-from harness.core.rundir import RunDir
 from harness.distributed.shards import local
-from harness.distributed.world import connect, disconnect
-from harness.precision.attention import fast_attention
+from harness.distributed.world import disconnect
 from harness.sentinel.device.step_report import HostFacts, unpack_report
 from harness.step import evaluate, finish_step, forward_backward
+from tests.gpu import one_rank
+from tests.gpu.one_rank import start, step, train_losses
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,45 +20,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # from torch.compile and NCCL
 ]
 
-SMALL = (
-    "model.dim=256",
-    "model.num_layers=3",
-    "model.num_heads=4",
-    "model.num_kv_heads=2",
-    "model.ffn_dim=512",
-    "train.batch_size=8",
-    "train.sequence_length=256",
-    "parallel.device=cuda",
-)
-
-
-@pytest.fixture(autouse=True)
-def single_rank() -> Iterator[None]:
-    with fast_attention():
-        yield
-    disconnect()
-
-
-def start(*overrides: str) -> tuple[Parts, Config]:
-    cfg = load([*SMALL, *overrides])
-    return build(cfg, connect(cfg.parallel), RunDir(Path("/nonexistent"))), cfg
-
-
-def step(parts: Parts, cfg: Config, index: int, *, probe: bool = False) -> torch.Tensor:
-    forward_backward(parts, parts.batches[index], cfg=cfg, probe=probe)
-    return finish_step(parts, cfg=cfg, probe=probe)
+single_rank = pytest.fixture(autouse=True)(one_rank.one_rank)
 
 
 def build_facts(index: int) -> HostFacts:
     return HostFacts(
         iteration=index, cursor=index, tokens=0, probed=index % 2 == 0, posted_s=0.0, memory_bytes=0, batch={}
     )
-
-
-def train_losses(parts: Parts, cfg: Config, num_steps: int) -> list[float]:
-    layout = parts.signals.layout
-    reports = [step(parts, cfg, index).clone() for index in range(num_steps)]
-    return [float(layout.scalar(report, "loss") / layout.scalar(report, "tokens")) for report in reports]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
