@@ -8,6 +8,7 @@ tests/config/test_compose.py compares the two ways, configs and errors.
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -19,6 +20,7 @@ from unittest.mock import patch
 import hydra
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 
 from harness.config import compose
 from harness.config.schema import Config
@@ -46,8 +48,8 @@ def _load(overrides: tuple[str, ...]) -> Config:
 
 
 def _compose(_name: str, overrides: Sequence[str]) -> Any:
-    values = OverridesParser.create().parse_overrides([each for each in overrides if not GROUP.fullmatch(each)])
-    tree = deepcopy(_tree(tuple(each for each in overrides if GROUP.fullmatch(each))))
+    values = [_parse(each) for each in overrides if not GROUP.fullmatch(each)]
+    tree = pickle.loads(_tree(tuple(each for each in overrides if GROUP.fullmatch(each))))
     if any(value.is_sweep_override() for value in values):
         return _compose_with_hydra(overrides)
     ConfigLoaderImpl._apply_overrides_to_config(values, tree)
@@ -55,8 +57,15 @@ def _compose(_name: str, overrides: Sequence[str]) -> Any:
 
 
 @cache
-def _tree(groups: tuple[str, ...]) -> Any:
-    return _compose_with_hydra(groups)
+def _parse(override: str) -> Override:
+    (parsed,) = OverridesParser.create().parse_overrides([override])
+    return parsed
+
+
+@cache
+def _tree(groups: tuple[str, ...]) -> bytes:
+    """Pickled: a copy is made five times as fast as by `deepcopy`."""
+    return pickle.dumps(_compose_with_hydra(groups))
 
 
 COMPOSE, INITIALIZE = hydra.compose, hydra.initialize_config_dir

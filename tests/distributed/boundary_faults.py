@@ -1,6 +1,7 @@
 """Faults at a planned change: a skip, a rewind and a rollback that cross the batch at which a setting changes.
 
-Each run has a twin without the batches that it excluded; both must end with the same bits.
+Each run has a twin without the batches that it excluded; both must end with the same bits. Both continue a copy of the
+part before the fault.
 """
 
 from __future__ import annotations
@@ -10,13 +11,19 @@ from pathlib import Path
 import pytest
 
 from harness.core.events import Action, ActionKind, Outcome, StepRecord
+from harness.core.rundir import RunDir
 from tests.distributed import faulty_runs
+from tests.distributed.cases import tiny
+from tests.distributed.common_part import copy_common_part
 from tests.distributed.faulty_runs import Fault, RankResult
 from tests.distributed.pool import Pool
 
-BOUNDARY = 40
+BOUNDARY = 30
 """The batch at which the setting changes. The overrides of a test must say so, and train some steps more."""
+COMMON_STEPS = 20
+"""All runs with the same overrides have them in common. A snapshot follows before the boundary."""
 OVERRIDES = (
+    "model.num_layers=1",
     "optim.warmup_steps=5",
     "optim.schedule=constant",
     "checkpoint.every_steps=0",
@@ -28,9 +35,9 @@ OVERRIDES = (
 each_fault = pytest.mark.parametrize(
     ("fault", "kind"),
     [
-        (Fault("gradient", 1, factor=float("nan"), batch=BOUNDARY), ActionKind.skip),
-        (Fault("weights", 1, factor=30.0, iteration=BOUNDARY + 1), ActionKind.rewind),
-        (Fault("weights", 1, factor=30.0, iteration=5), ActionKind.rollback),
+        (Fault("gradient", 1, factor=float("nan"), batch=BOUNDARY, layer="blocks.0.mlp.up"), ActionKind.skip),
+        (Fault("weights", 1, factor=30.0, iteration=BOUNDARY + 1 - COMMON_STEPS), ActionKind.rewind),
+        (Fault("weights", 1, factor=30.0, iteration=BOUNDARY + 1 - COMMON_STEPS), ActionKind.rollback),
     ],
     ids=["skip", "rewind", "rollback"],
 )
@@ -52,13 +59,14 @@ def run_victim_and_twin(
 ) -> tuple[RankResult, RankResult]:
     """The runs `victim`, with the fault, and `twin`, which has the ledger of the victim from the start."""
     overrides = (*OVERRIDES, *overrides)
+    common = tiny(*overrides)
     if kind is ActionKind.rollback:  # a new process has no snapshot in memory
-        overrides = (*overrides, "checkpoint.ring.slots=0", "run.resume=changed")
-        before = run_on_ranks(ranks, directory, "victim", None, *overrides, f"train.num_steps={BOUNDARY - 4}")
-        assert before.code == 0
+        overrides = (*overrides, "checkpoint.ring.slots=0")
+    copy_common_part(ranks, directory.parent, common, COMMON_STEPS, RunDir(directory / "victim"))
     victim = run_on_ranks(ranks, directory, "victim", fault, *overrides)
     assert kind in [event.kind for event in victim.log if isinstance(event, Action)]
     faulty_runs.copy_ledger(directory / "victim", directory / "twin")
+    copy_common_part(ranks, directory.parent, common, COMMON_STEPS, RunDir(directory / "twin"))
     twin = run_on_ranks(ranks, directory, "twin", None, *overrides)
     assert not [event for event in twin.log if isinstance(event, StepRecord) and event.refused]
     assert victim.code == twin.code == 0

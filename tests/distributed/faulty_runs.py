@@ -42,6 +42,8 @@ class Fault:
     """The batch index at which the fault occurs, each time it is seen."""
     iteration: int | None = None
     """Or the iteration of this process, counted from 1, once."""
+    layer: str = FAULTY_LAYER
+    """Of a gradient."""
 
 
 @dataclass
@@ -98,7 +100,7 @@ def installed(fault: Fault | None, captured: list[Parts]) -> Iterator[None]:
         calls += 1
         assert fault is None or fault.kind in ("gradient", "weights", "digest", "data")
         with (
-            corrupted_gradient(parts, fault.factor)
+            corrupted_gradient(parts, fault)
             if fault and fault.kind == "gradient" and is_faulty_step(parts)
             else nullcontext()
         ):
@@ -158,13 +160,13 @@ class _RecordedBatches:
 
 
 @contextmanager
-def corrupted_gradient(parts: Parts, factor: float) -> Iterator[None]:
+def corrupted_gradient(parts: Parts, fault: Fault) -> Iterator[None]:
     """Corrupt this rank's gradient of one matrix before the reduction."""
-    module = parts.model.get_submodule(FAULTY_LAYER)
+    module = parts.model.get_submodule(fault.layer)
     hooks: list[Any] = []
 
     def add_hook(layer: Any, _inputs: Any) -> None:
-        hooks.append(layer.weight.register_hook(lambda gradient: gradient * factor))
+        hooks.append(layer.weight.register_hook(lambda gradient: gradient * fault.factor))
 
     handle = module.register_forward_pre_hook(add_hook)
     try:

@@ -36,7 +36,7 @@ LATER = (
     "train.batch_size=16",
     "train.micro_batch_size=4",
     f"train.batch_size_warmup=[{{until_batch: {BOUNDARY}, batch_size: 8}}]",
-    "train.num_steps=48",
+    f"train.num_steps={BOUNDARY + 8}",
 )
 
 
@@ -84,12 +84,12 @@ def test_a_skip_and_a_restore_across_the_boundary_end_like_a_run_without_those_b
     victim, twin = run_victim_and_twin(ranks, tmp_path, fault, kind, *LATER)
     directory = RunDir(tmp_path / "victim")
     entries = [json.loads(line) for line in directory.ledger.read_text().splitlines()]
-    assert any(entry["first"] <= 41 <= entry["last"] + 1 for entry in entries)
+    assert any(entry["first"] <= BOUNDARY + 1 <= entry["last"] + 1 for entry in entries)
     if kind is not ActionKind.skip:
         check_tokens_after_restore(victim, kind)
     records = events_of(StepRecord, twin.log)
     num_small = sum(record.cursor < BOUNDARY for record in records)
-    assert records[-1].tokens == 32 * (8 * num_small + 16 * (48 - num_small))
+    assert records[-1].tokens == 32 * (8 * num_small + 16 * (BOUNDARY + 8 - num_small))
     assert events_of(StepRecord, victim.log)[-1].tokens == records[-1].tokens + 32 * 16 * (kind is ActionKind.skip)
     consumed = sum(batch_tokens(record) for record in events_of(StepRecord, victim.log))
     measured = score(logs.scenario(), gather(directory), None)

@@ -12,7 +12,7 @@ from harness.core import events
 from harness.core.events import EvalRecord, Finding, FindingKind, StepRecord
 from harness.drills.scenario import load_scenario
 from tests.analysis.postmortem.causes import INJECTED, blamed
-from tests.distributed import cases, context_cases, faulty_runs, test_drills, test_sentinel, test_trials
+from tests.distributed import cases, context_cases, faulty_runs, test_drills, test_trials
 from tests.distributed.pool import Pool
 
 
@@ -88,7 +88,7 @@ def test_a_step_equals_that_of_one_rank(
 
 @pytest.mark.full
 def test_a_run_has_the_same_data_and_losses_with_any_context(ranks: Pool, tmp_path: Path) -> None:
-    common = ("train.num_steps=12", "sentinel.probe_every=4", "sentinel.sdc.every=3", "data.document_mask=true")
+    common = ("train.num_steps=7", "sentinel.probe_every=4", "sentinel.sdc.every=3", "data.document_mask=true")
     _, alone = ranks.run(1, cases.run, str(tmp_path), "run.name=alone", *common)[0]
     shared = {
         name: ranks.run(4, cases.run, str(tmp_path), f"run.name={name}", *common, f"parallel.context={context}")[0]
@@ -120,12 +120,12 @@ def repeated_fields(record: StepRecord) -> tuple[Any, ...]:
 
 @pytest.mark.full
 def test_a_run_resumes_with_another_context(ranks: Pool, tmp_path: Path) -> None:
-    common = ("optim.schedule=constant", "run.resume=changed", "checkpoint.every_steps=4")
-    for size, context, until in ((1, 1, 4), (4, 2, 8), (4, 4, 12), (2, 1, 16)):
+    common = ("optim.schedule=constant", "run.resume=changed")
+    for size, context, until in ((1, 1, 2), (4, 2, 4), (4, 4, 6), (2, 1, 8)):
         overrides = (*common, f"train.num_steps={until}", f"parallel.context={context}")
         code, records = ranks.run(size, cases.run, str(tmp_path), "run.name=moved", *overrides)[0]
         assert code == 0
-    code, expected = ranks.run(1, cases.run, str(tmp_path), "run.name=stayed", *common, "train.num_steps=16")[0]
+    code, expected = ranks.run(1, cases.run, str(tmp_path), "run.name=stayed", *common, "train.num_steps=8")[0]
     assert code == 0
     assert [record.fingerprint for record in records] == [record.fingerprint for record in expected]
     assert [record.loss for record in records] == pytest.approx([record.loss for record in expected], rel=5e-5)
@@ -156,7 +156,8 @@ TOLERANCES = {"phases of precision": 5e-3}
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_feature_works_with_shared_sequences(ranks: Pool, tmp_path: Path, feature: str) -> None:
     """Losses, attention logits and held-out losses equal those of one rank, and clipping changes the weights alike."""
-    overrides = (*FEATURES[feature], "sentinel.probe_every=2", "optim.schedule=constant", "optim.warmup_steps=0")
+    common = ("model.num_layers=1", "sentinel.probe_every=2", "optim.schedule=constant", "optim.warmup_steps=0")
+    overrides = (*FEATURES[feature], *common)
     _, alone = ranks.run(1, cases.run, str(tmp_path), "run.name=alone", *overrides)[0]
     code, records = ranks.run(2, cases.run, str(tmp_path), "run.name=shared", *overrides, "parallel.context=2")[0]
     assert code == 0
@@ -183,7 +184,7 @@ def test_a_trial_keeps_its_steps_with_shared_sequences(ranks: Pool, tmp_path: Pa
     """A snapshot is restored, candidates train from it, and the kept steps have the bits of a run without trials."""
     results = {}
     for name, trials in (("victim", test_trials.TRIALS), ("plain", ())):
-        overrides = (f"run.name={name}", *test_sentinel.STEPS, *trials, "parallel.context=2")
+        overrides = (f"run.name={name}", *test_trials.STEPS, *trials, "parallel.context=2")
         found = ranks.run(2, faulty_runs.run, str(tmp_path), test_trials.damage(0), *overrides)
         assert len({(result.code, result.state) for result in found}) == 1
         results[name] = found[0]
@@ -211,7 +212,7 @@ def test_a_drill_passes_with_shared_sequences(ranks: Pool, shared_runs: Path, na
     """A NaN or a wrong bit in the activations of one rank reaches its group; the score demands that the rank is named,
     and no other."""
     overrides = (*test_drills.cpu_overrides(name), "parallel.context=2")
-    card = test_drills.run_drill(ranks, shared_runs, name, overrides)
+    card = test_drills.run_drill(ranks, shared_runs, name, overrides, table=test_drills.SHORT)
     assert not test_drills.broken_bounds(card), card.score.remarks
     expected = load_scenario(name).expected
     if expected.names_rank:
@@ -225,9 +226,9 @@ def test_a_drill_passes_with_shared_sequences(ranks: Pool, shared_runs: Path, na
 def test_bad_tokens_in_the_part_of_one_rank_are_skipped(ranks: Pool, shared_runs: Path) -> None:
     """Half of each row is garbage. The batch is skipped, and no rank is blamed: nobody computed anything wrong."""
     overrides = (*test_drills.cpu_overrides("poisoned_batch"), "parallel.context=2")
-    card = test_drills.run_drill(ranks, shared_runs / "part", "poisoned_batch", overrides, rank=1)
+    card = test_drills.run_drill(ranks, shared_runs, "poisoned_batch", overrides, rank=1, table=test_drills.SHORT)
     assert not test_drills.broken_bounds(card), card.score.remarks
-    log = list(events.read(shared_runs / "part" / "drill-poisoned_batch" / "events.jsonl"))
+    log = list(events.read(shared_runs / "drill-poisoned_batch-on-1" / "events.jsonl"))
     blaming = (FindingKind.rank_outlier, FindingKind.data_mismatch, FindingKind.corruption, FindingKind.nonfinite)
     assert not [event for event in log if isinstance(event, Finding) and event.kind in blaming]
 

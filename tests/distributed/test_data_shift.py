@@ -24,7 +24,7 @@ pytestmark = pytest.mark.full
 
 STEPS = (
     "model.num_layers=1",
-    "train.num_steps=90",
+    "train.num_steps=80",
     "optim.warmup_steps=5",
     "checkpoint.every_steps=20",
     "checkpoint.good_after_steps=3",
@@ -74,7 +74,7 @@ def test_new_data_is_accepted_and_a_control_with_the_final_ledger_has_the_same_w
     (check,) = [each for each in events_of(Outcome, victim.log) if each.kind is ActionKind.check]
     (request,) = [each for each in events_of(Action, victim.log) if each.kind is ActionKind.check]
     assert check.held_out_loss <= 1.05 * request.level
-    assert sorted(consumed(victim.log)) == list(range(90)), "every batch was trained on once"
+    assert sorted(consumed(victim.log)) == list(range(80)), "every batch was trained on once"
     ledger = Ledger.load(RunDir(tmp_path / "victim").ledger, writer=False)
     assert ledger.num_excluded == 0
     assert isinstance(ledger.entries[-1], Revocation)

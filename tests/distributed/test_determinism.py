@@ -26,6 +26,7 @@ from tests.distributed.pool import Pool
 from tests.forks import Launched
 
 ON = "run.deterministic=true"
+ONE_LAYER = "model.num_layers=1"
 CLOCKS = ("time", "tokens_per_s", "step_time_s", "flops_per_s", "loader_wait_s", "memory_bytes", "median_step_s")
 """Fields of a step record that depend on clocks or on the allocator; `ranks` has others."""
 
@@ -44,7 +45,7 @@ def results(log: list[Any]) -> list[dict[str, Any]]:
     "overrides",
     [
         ("train.micro_batch_size=2", "sentinel.probe_every=2"),
-        pytest.param(("precision=fp8_emulated", "sentinel.probe_every=2"), marks=pytest.mark.full),
+        pytest.param(("precision=fp8_emulated", "sentinel.probe_every=2", ONE_LAYER), marks=pytest.mark.full),
     ],
     ids=["accumulation", "fp8"],
 )
@@ -100,7 +101,8 @@ def test_every_rank_has_the_settings_and_they_end_with_the_run(ranks: Pool, tmp_
 @pytest.mark.full
 def test_no_result_depends_on_uninitialized_memory(ranks: Pool, tmp_path: Path) -> None:
     """So torch need not fill it, which it does by default with deterministic algorithms."""
-    overrides = ("precision=fp8_emulated", "train.batch_size=6", "train.micro_batch_size=2", "sentinel.probe_every=2")
+    batches = ("train.batch_size=6", "train.micro_batch_size=2", "train.num_steps=3")
+    overrides = ("precision=fp8_emulated", "sentinel.probe_every=2", ONE_LAYER, *batches)
     plain = ranks.run(2, faulty_runs.run, str(tmp_path), None, "run.name=plain", *overrides)
     filled = ranks.run(2, determinism_cases.run_filled, str(tmp_path), "run.name=filled", ON, *overrides)
     assert [result.state for result in filled] == [result.state for result in plain]

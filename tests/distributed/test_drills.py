@@ -7,8 +7,8 @@ shortly before the earliest of their faults. It is stopped, copied, and continue
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from harness.config.schema import Config
 from harness.core.rundir import RunDir
 from harness.drills import directories, scenario
 from harness.drills.drill_record import DrillRecord
+from harness.drills.scenario import Scenario
 from harness.drills.score import Bound, BoundStatus, Card, score_run
 from tests.analysis.postmortem.causes import INJECTED, blamed
 from tests.distributed import drill_cases
@@ -33,20 +34,59 @@ RUN_OVERRIDES = (
     "telemetry.picture=false",
     "telemetry.postmortem=false",
 )
-SHORT = "train.num_steps=88"
-"""For scenarios that keep the length of `conf/drill/base.yaml`: the longest fault ends at 85."""
-OWN_LENGTHS = {"warmup_cut": "train.num_steps=66", "fp8_outlier": "train.num_steps=64"}
-"""Shorter than in `conf/drill`: the warm-up ends at 60, and the outlier at 58."""
 SHORT_SEQUENCES = "train.sequence_length=32"
 """For scenarios with a training config of their own, which cost most: each has its own common part and twin. The others
 share those of poisoned_burst, which is rewound only with the 64 tokens of `conf/drill/base.yaml`."""
 QUICK = "replica_mismatch"
 """The drill of the quick tier: with its common part and its twin it trains 80 steps, on two replicas."""
-SHORTER = {"slow_logit_growth": "rising_lr"}
-"""Scenario -> one that trains the same for fewer steps: the learning rate is constant, so the length changes no step.
-The longer one continues the common part and the twin of the shorter one."""
+CONSTANT = "optim.schedule=constant"
+"""With this override the length of a run changes no step: a longer twin continues a shorter one."""
+LENGTH = "train.num_steps="
 MARGIN = 8
 """Fewest steps between the common part and the fault: for two snapshots, and for the checkpoint to become good."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """How scenarios are trained here, where that is not as in `conf/drill`."""
+
+    num_steps: int
+    """Of scenarios that keep the length of `conf/drill/base.yaml`."""
+    lengths: Mapping[str, int]
+    """Number of steps of others."""
+    trained_as: Mapping[str, str]
+    """Scenario -> one whose training config it has instead of its own, to share its common part and its twin."""
+    kept: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """What such a scenario keeps of its own config: a policy, which changes nothing before the fault."""
+
+
+LONG = Table(
+    num_steps=88,  # the longest fault ends at 85
+    lengths={"warmup_cut": 66, "fp8_outlier": 64},  # the warm-up ends at 60, and the outlier at 58
+    trained_as={"slow_logit_growth": "rising_lr"},
+)
+"""For models that are not tiny, which find some faults later."""
+SHORT = Table(
+    num_steps=80,  # the last fault is found at 78
+    lengths={
+        **dict.fromkeys(("corrupt_activation", "corrupt_weight_read", "corrupt_gradient"), 88),
+        **dict.fromkeys(("corrupting_rank", "stuck_bit"), 88),  # one training config; the last one is checked at 80
+        "data_shift_planned": 88,  # the fault ends at 85
+        "warmup_cut": 66,
+        "fp8_outlier": 64,
+        "fp8_creep": 150,  # found at 121, and bf16 from 142 on
+        "rising_lr": 165,  # found at 151
+        "slow_logit_growth": 165,  # found at 141, and clipped from 142 on
+        "slow_gradient_growth": 175,  # found at 161
+    },
+    trained_as={
+        "slow_logit_growth": "rising_lr",
+        "beta2_stale": "slow_gradient_growth",
+        "fp8_outlier": "fp8_creep",
+    },
+    kept={"fp8_outlier": ("sentinel.policy.precision_iterations=8",)},
+)
+"""For the tiny model on CPU ranks: the runs end soon after what they prove."""
 SCENARIOS = (
     "nan_loss",
     "nan_activation",
@@ -88,9 +128,61 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
+def load(name: str) -> Scenario:
+    return scenario.load_scenario(name)
+
+
+@cache
 def cached_config(overrides: tuple[str, ...]) -> Config:
     """Cached: composed once for all scenarios with the same training config."""
     return directories.configure(overrides, ())
+
+
+@dataclass(frozen=True)
+class Training:
+    """How one scenario is trained."""
+
+    overrides: tuple[str, ...]
+    """Of the common part and the twin, without the length."""
+    kept: tuple[str, ...]
+    """Further ones of the victim."""
+    num_steps: int
+    num_common_steps: int
+
+    def common_config(self) -> Config:
+        """With a constant learning rate, one for runs of all lengths."""
+        num_steps = 1000 if CONSTANT in self.overrides else self.num_steps
+        return cached_config((*self.overrides, f"train.num_steps={num_steps}"))
+
+    def config(self, *, is_victim: bool) -> Config:
+        return cached_config((*self.overrides, *self.kept * is_victim, f"train.num_steps={self.num_steps}"))
+
+    def twin(self, runs: Path) -> RunDir:
+        return RunDir(runs / f"twin-{abs(hash(self.overrides))}-{self.num_common_steps}-{self.num_steps}")
+
+
+def plan_training(name: str, run_overrides: Sequence[str], table: Table) -> Training:
+    """The common part ends before the first fault of all scenarios that share it."""
+    shared = shared_config(name, run_overrides, table)
+    faults = [load(each).fault.at for each in SCENARIOS if shared_config(each, run_overrides, table) == shared]
+    return Training(
+        overrides=shared[0],
+        kept=table.kept.get(name, ()),
+        num_steps=length_of(name, table),
+        num_common_steps=(min(faults) - MARGIN) // 5 * 5,
+    )
+
+
+def shared_config(name: str, run_overrides: Sequence[str], table: Table) -> tuple[tuple[str, ...], int | None]:
+    """The overrides of the common part of a scenario, and its length unless that changes no step."""
+    train = load(table.trained_as.get(name, name)).train
+    overrides = (*(override for override in train if not override.startswith(LENGTH)), *run_overrides)
+    return overrides, None if CONSTANT in overrides else length_of(name, table)
+
+
+def length_of(name: str, table: Table) -> int:
+    _, *own = (int(override.removeprefix(LENGTH)) for override in load(name).train if override.startswith(LENGTH))
+    return table.lengths.get(name) or (own[-1] if own else table.num_steps)
 
 
 def run_drill(
@@ -101,85 +193,51 @@ def run_drill(
     *,
     factor: float | None = None,
     rank: int | None = None,
+    table: Table = LONG,
 ) -> Card:
     """The score card of a scenario on two ranks, from the two run directories; `factor`: another size of its fault,
     `rank`: another place."""
-    drill = scenario.load_scenario(name)
+    drill = load(name)
+    victim = RunDir(runs / f"drill-{name}")
     if factor is not None:
         drill = replace(drill, fault=replace(drill.fault, factor=factor))
     if rank is not None:
         drill = replace(drill, fault=replace(drill.fault, rank=rank))
+        victim = RunDir(runs / f"drill-{name}-on-{rank}")
     # two starts, and the time between them means nothing
     drill = replace(drill, expected=replace(drill.expected, starts=2), bounds=replace(drill.bounds, seconds=None))
-    twin, victim = train_twin(ranks, runs, name, run_overrides), RunDir(runs / f"drill-{name}")
-    record = DrillRecord(name=name, scenario=drill, plan=drill.plan, twin=twin.path.name)
-    assert continue_common_part(ranks, name, victim, run_overrides, record) == [drill.expected.exit_code] * 2
+    training = plan_training(name, run_overrides, table)
+    twin = train_twin(ranks, runs, training)
+    copy_common_part(ranks, runs, training.common_config(), training.num_common_steps, victim)
+    DrillRecord(name=name, scenario=drill, plan=drill.plan, twin=twin.path.name).write(victim)
+    codes = continue_run(ranks, victim, training.config(is_victim=True))
+    assert codes == [drill.expected.exit_code] * 2
     return score_run(victim)
 
 
-def train_twin(ranks: Pool, runs: Path, name: str, run_overrides: Sequence[str]) -> RunDir:
-    """The run without the fault, trained if `runs` has none."""
-    overrides = train_overrides(name, run_overrides)
-    twin = RunDir(runs / f"twin-{abs(hash(overrides))}-{num_common_steps(name)}")
+def train_twin(ranks: Pool, runs: Path, training: Training) -> RunDir:
+    """The run without the fault, trained if `runs` has none. It continues a shorter one that has the same steps."""
+    twin = training.twin(runs)
     if not twin.path.exists():
-        if name in SHORTER:
-            shorter = train_twin(ranks, runs, SHORTER[name], run_overrides)
-            shutil.copytree(shorter.path, twin.path, ignore=shutil.ignore_patterns(shorter.config.name))
-            codes = continue_run(ranks, name, twin, run_overrides)
+        shorter = [replace(training, num_steps=num_steps).twin(runs) for num_steps in range(training.num_steps)]
+        found = [each for each in shorter if CONSTANT in training.overrides and each.checkpoints.exists()]
+        if found:
+            shutil.copytree(found[-1].path, twin.path, ignore=shutil.ignore_patterns(twin.config.name))
         else:
-            codes = continue_common_part(ranks, name, twin, run_overrides, None)
-        assert codes == [EXIT_DONE] * 2
+            copy_common_part(ranks, runs, training.common_config(), training.num_common_steps, twin)
+        assert continue_run(ranks, twin, training.config(is_victim=False)) == [EXIT_DONE] * 2
     return twin
 
 
-def train_overrides(name: str, run_overrides: Sequence[str]) -> tuple[str, ...]:
-    """All overrides of a scenario's training config."""
-    train = scenario.load_scenario(name).train
-    has_own_length = sum(override.startswith("train.num_steps=") for override in train) > 1
-    length = [OWN_LENGTHS[name]] if name in OWN_LENGTHS else [SHORT] * (not has_own_length)
-    return (*train, *run_overrides, *length)
-
-
-def continue_common_part(
-    ranks: Pool, name: str, run: RunDir, run_overrides: Sequence[str], record: DrillRecord | None
-) -> list[int]:
-    """Continue a copy of the common part to its end, as a drill or as a twin; returns the exit codes."""
-    common = cached_config(train_overrides(SHORTER.get(name, name), run_overrides))
-    copy_common_part(ranks, run.path.parent, common, num_common_steps(name), run)
-    if record is not None:
-        record.write(run)
-    return continue_run(ranks, name, run, run_overrides)
-
-
-def continue_run(ranks: Pool, name: str, run: RunDir, run_overrides: Sequence[str]) -> list[int]:
-    """Continue a copied run with the config of a scenario; returns the exit codes."""
-    directories.write_config(cached_config(train_overrides(name, run_overrides)), run)
+def continue_run(ranks: Pool, run: RunDir, cfg: Config) -> list[int]:
+    """Continue a copied run; returns the exit codes."""
+    directories.write_config(cfg, run)
     return ranks.run(2, drill_cases.run, str(run.path))
-
-
-@cache
-def first_faults() -> dict[tuple[str, ...], int]:
-    """Training config of the scenarios -> iteration of the earliest of their faults."""
-    found: dict[tuple[str, ...], int] = {}
-    for name in SCENARIOS:
-        at, config = scenario.load_scenario(name).fault.at, common_config(name)
-        found[config] = min(at, found.get(config, at))
-    return found
-
-
-def common_config(name: str) -> tuple[str, ...]:
-    """The training config of the common part of a scenario."""
-    return tuple(scenario.load_scenario(SHORTER.get(name, name)).train)
-
-
-def num_common_steps(name: str) -> int:
-    """Steps that a scenario has in common with all others with its training config."""
-    return (first_faults()[common_config(name)] - MARGIN) // 5 * 5
 
 
 def cpu_overrides(name: str) -> tuple[str, ...]:
     """Overrides of a scenario on CPU ranks."""
-    is_shared = scenario.load_scenario(name).train == scenario.load_scenario("poisoned_burst").train
+    is_shared = load(name).train == load("poisoned_burst").train
     return RUN_OVERRIDES if is_shared else (*RUN_OVERRIDES, SHORT_SEQUENCES)
 
 
@@ -191,6 +249,6 @@ def broken_bounds(card: Card) -> dict[str, Bound]:
     "name", [pytest.param(name, marks=() if name == QUICK else pytest.mark.full) for name in SCENARIOS]
 )
 def test_a_drill_passes_its_score_card(ranks: Pool, runs: Path, name: str) -> None:
-    card = run_drill(ranks, runs, name, cpu_overrides(name))
+    card = run_drill(ranks, runs, name, cpu_overrides(name), table=SHORT)
     assert not broken_bounds(card), card.score.remarks
     assert blamed(runs / f"drill-{name}") is INJECTED[name], "the post-mortem blames what was injected"

@@ -9,7 +9,7 @@ import pytest
 from harness.core.events import StepRecord
 from tests.distributed import cases
 from tests.distributed.pool import Pool
-from tests.distributed.test_drills import RUN_OVERRIDES, SHORT_SEQUENCES, broken_bounds, run_drill
+from tests.distributed.test_drills import CONSTANT, RUN_OVERRIDES, SHORT, SHORT_SEQUENCES, broken_bounds, run_drill
 
 MUON = ("optim=muon", "optim.schedule=constant", "run.resume=changed", "model.num_layers=1")
 Numbers = list[tuple[int, float, float, float]]
@@ -28,8 +28,8 @@ def numbers(records: list[StepRecord]) -> Numbers:
 @pytest.mark.full
 @pytest.mark.parametrize(("size", "overrides"), [(2, ()), (4, ("parallel=hsdp",))])
 def test_a_run_resumes_bit_identically(ranks: Pool, tmp_path: Path, size: int, overrides: tuple[str, ...]) -> None:
-    whole = train(ranks, tmp_path, "run.name=whole", "train.num_steps=8", *MUON, *overrides, size=size)
-    for until in (4, 8):
+    whole = train(ranks, tmp_path, "run.name=whole", "train.num_steps=6", *MUON, *overrides, size=size)
+    for until in (3, 6):
         resumed = train(ranks, tmp_path, "run.name=parts", f"train.num_steps={until}", *MUON, *overrides, size=size)
     assert numbers(resumed) == numbers(whole)
     assert whole[-1].loss < whole[0].loss
@@ -39,10 +39,10 @@ def test_a_run_resumes_bit_identically(ranks: Pool, tmp_path: Path, size: int, o
 def test_a_run_with_adamw_continues_with_muon_but_not_the_other_way_round(ranks: Pool, tmp_path: Path) -> None:
     """Muon continues with AdamW's first moment; AdamW has no second moment to continue with."""
     common = ("run.name=a", *MUON)
-    train(ranks, tmp_path, *common, "optim=adamw", "train.num_steps=4")
-    continued = train(ranks, tmp_path, *common, "train.num_steps=8")
-    assert [record.step for record in continued] == list(range(1, 9))
-    for result in ranks.run(2, cases.start_run, str(tmp_path), *common, "optim=adamw", "train.num_steps=12"):
+    train(ranks, tmp_path, *common, "optim=adamw", "train.num_steps=3")
+    continued = train(ranks, tmp_path, *common, "train.num_steps=6")
+    assert [record.step for record in continued] == list(range(1, 7))
+    for result in ranks.run(2, cases.start_run, str(tmp_path), *common, "optim=adamw", "train.num_steps=8"):
         assert result.code == 2
         assert "a checkpoint of Muon (optim.kind) has no state that AdamW could continue with" in result.problem
         assert len(result.problem.splitlines()) == 1
@@ -57,7 +57,8 @@ def drills(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["nan_grad", "poisoned_batch", "optimizer_reset", "bit_flip_weight"])
 def test_a_drill_passes_its_score_card(ranks: Pool, drills: Path, name: str) -> None:
-    card = run_drill(ranks, drills, name, (*RUN_OVERRIDES, SHORT_SEQUENCES, "optim=muon"))
+    overrides = (*RUN_OVERRIDES, SHORT_SEQUENCES, "optim=muon", CONSTANT)
+    card = run_drill(ranks, drills, name, overrides, table=SHORT)
     assert not broken_bounds(card), card.score.remarks
 
 

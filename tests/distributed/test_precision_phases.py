@@ -17,13 +17,16 @@ from tests.distributed.pool import Pool
 pytestmark = pytest.mark.full
 
 PHASES = "precision.phases=[{from_batch: 2, kind: bf16}, {from_fraction: 0.75, kind: fp8}]"
-OVERRIDES = ("precision=fp8_emulated", "optim.schedule=constant", "optim.warmup_steps=0", "train.num_steps=8", PHASES)
+OVERRIDES = (
+    *("model.num_layers=1", "precision=fp8_emulated", "optim.schedule=constant", "optim.warmup_steps=0"),
+    *("train.num_steps=8", PHASES),
+)
 IN_FP8 = [True, True, False, False, False, False, True, True]
 
 FAULTY = (
     "precision=fp8_emulated",
     f"precision.phases=[{{from_batch: {BOUNDARY}, kind: bf16}}]",
-    "train.num_steps=46",
+    f"train.num_steps={BOUNDARY + 6}",
 )
 FALLBACK = (
     "sentinel.detect.fp8_underflow=1e-9",

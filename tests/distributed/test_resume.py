@@ -15,7 +15,7 @@ from tests.distributed import cases
 from tests.distributed.pool import Pool
 from tests.forks import Launched
 
-STEPS = ("train.num_steps=45", "model.num_layers=1", "checkpoint.every_steps=10", "optim.warmup_steps=5")
+STEPS = ("train.num_steps=32", "model.num_layers=1", "checkpoint.every_steps=5", "optim.warmup_steps=5")
 StepResults = dict[int, tuple[float, float, float, int]]
 
 
@@ -63,7 +63,7 @@ def finish(ranks: Pool, directory: Path, size: int) -> tuple[int, list[StepRecor
 @pytest.mark.full
 def test_killed_run_resumes_bit_identically(ranks: Pool, control: StepResults, tmp_path: Path) -> None:
     with launched(tmp_path) as process:
-        wait_for_step(tmp_path, 15)
+        wait_for_step(tmp_path, 8)
         os.killpg(process.pid, signal.SIGKILL)
         assert process.wait(timeout=200) == -signal.SIGKILL
     code, records = finish(ranks, tmp_path, 2)
@@ -79,7 +79,7 @@ def test_stopped_run_saves_exits_75_and_resumes_bit_identically(
     ranks: Pool, control: StepResults, tmp_path: Path
 ) -> None:
     with launched(tmp_path) as process:
-        wait_for_step(tmp_path, 15)
+        wait_for_step(tmp_path, 8)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=200) == 75, process.stderr
     log = list(events.read(tmp_path / "victim" / "events.jsonl"))

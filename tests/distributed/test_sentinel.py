@@ -23,7 +23,7 @@ from tests.distributed.faulty_runs import FAULTY_LAYER, Fault, RankResult
 from tests.distributed.pool import Pool
 
 STEPS = (
-    "train.num_steps=45",
+    "train.num_steps=32",
     "optim.warmup_steps=5",
     "checkpoint.every_steps=5",
     "checkpoint.good_after_steps=3",
@@ -36,9 +36,11 @@ STEPS = (
 RARE_CHECKPOINTS = "checkpoint.every_steps=20"
 """For runs that never roll back to a checkpoint: writing them costs more than the steps."""
 
-
-COMMON_STEPS = 32
+WITHOUT_SNAPSHOTS = "checkpoint.ring.slots=0"
+COMMON_STEPS = 16
 """Runs that differ only later continue a copy of this part."""
+FAULT_AT = 24
+"""The batch of a bad gradient, and the iteration whose update damages the weights."""
 
 
 def run(ranks: Pool, directory: Path, name: str, fault: Fault | None, *overrides: str, size: int = 2) -> RankResult:
@@ -78,24 +80,19 @@ TWINS: dict[tuple[Any, ...], RankResult] = {}
 def run_from_common_steps(
     ranks: Pool, directory: Path, name: str, fault: Fault | None, *overrides: str, size: int = 2
 ) -> RankResult:
-    """The same, but the common part is not trained again."""
-    cfg = tiny(*STEPS, *overrides)
+    """The same, but the common part is not trained again. It has snapshots, which end with its process."""
+    cfg = tiny(*STEPS, *(override for override in overrides if override != WITHOUT_SNAPSHOTS))
     copy_common_part(ranks, directory.parent, cfg, COMMON_STEPS, RunDir(directory / name), size=size)
     return run(ranks, directory, name, fault, *overrides, size=size)
 
 
-def check_twin(
-    ranks: Pool, directory: Path, victim: RankResult, *overrides: str, size: int = 2, whole: bool = False
-) -> RankResult:
-    """A control run that excluded the same batches ends bit-identical, without an incident.
-
-    If `whole`, from its first step, and saved rarely: it never rolls back."""
+def check_twin(ranks: Pool, directory: Path, victim: RankResult, *overrides: str, size: int = 2) -> RankResult:
+    """A control run that excluded the same batches ends bit-identical, without an incident."""
     entries = [json.loads(line) for line in (directory / "victim" / "ledger.jsonl").read_text().splitlines()]
     twin_key = (size, overrides, *((entry["first"], entry["last"]) for entry in entries))
     if twin_key not in TWINS:
         faulty_runs.copy_ledger(directory / "victim", directory / "twin")
-        train_twin = run if whole else run_from_common_steps
-        TWINS[twin_key] = train_twin(ranks, directory, "twin", None, *overrides, size=size)
+        TWINS[twin_key] = run_from_common_steps(ranks, directory, "twin", None, *overrides, size=size)
     twin = TWINS[twin_key]
     assert twin.code == victim.code == 0
     assert twin.state == victim.state
@@ -106,42 +103,40 @@ def check_twin(
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("factor", "size"),
-    [(math.nan, 2), (1e6, 4)],
+    ("factor", "size", "overrides"),
+    [(math.nan, 2, ()), (1e6, 4, (RARE_CHECKPOINTS,))],
     ids=["nan", "large on 4 ranks"],
 )
 def test_a_bad_gradient_of_one_rank_is_refused_attributed_and_excluded(
-    ranks: Pool, tmp_path: Path, factor: float, size: int
+    ranks: Pool, tmp_path: Path, factor: float, size: int, overrides: tuple[str, ...]
 ) -> None:
     faulty_rank = size - 1
-    fault = Fault("gradient", faulty_rank, factor=factor, batch=40)
-    is_whole = size == 2
-    train_victim = run if is_whole else run_from_common_steps
-    victim = train_victim(ranks, tmp_path, "victim", fault, RARE_CHECKPOINTS, size=size)
+    fault = Fault("gradient", faulty_rank, factor=factor, batch=FAULT_AT)
+    victim = run_from_common_steps(ranks, tmp_path, "victim", fault, *overrides, size=size)
     (record,) = refused(victim.log)
-    assert record.cursor == 40
+    assert record.cursor == FAULT_AT
     other_actions = [kind for kind in actions(victim.log) if kind is not ActionKind.watch]
     assert other_actions == [ActionKind.skip], "one bad step, one refusal: OLMo-core's rule skips 129"
     ledger = [json.loads(line) for line in (tmp_path / "victim" / "ledger.jsonl").read_text().splitlines()]
-    assert [(entry["first"], entry["last"]) for entry in ledger] == [(40, 40)]
+    assert [(entry["first"], entry["last"]) for entry in ledger] == [(FAULT_AT, FAULT_AT)]
     group = FAULTY_LAYER.rpartition(".mlp")[0]
     kind = FindingKind.grad_spike if math.isfinite(factor) else FindingKind.nonfinite
     (finding,) = [each for each in events_of(Finding, victim.log) if each.kind is kind]
-    assert (finding.ranks, finding.groups, finding.cursors) == ([faulty_rank], [group], [40])
+    assert (finding.ranks, finding.groups, finding.cursors) == ([faulty_rank], [group], [FAULT_AT])
     check_replay(victim.log)
-    check_twin(ranks, tmp_path, victim, RARE_CHECKPOINTS, size=size, whole=is_whole)
+    check_twin(ranks, tmp_path, victim, *overrides, size=size)
 
 
 @pytest.mark.full
 def test_damaged_weights_are_rewound(ranks: Pool, tmp_path: Path) -> None:
     """A bad update was applied: the following updates are refused, and the state before it is restored."""
-    fault = Fault("weights", 1, factor=30.0, iteration=40 - COMMON_STEPS)
+    fault = Fault("weights", 1, factor=30.0, iteration=FAULT_AT - COMMON_STEPS)
     victim = run_from_common_steps(ranks, tmp_path, "victim", fault)
     assert ActionKind.rewind in actions(victim.log)
     assert ActionKind.rollback not in actions(victim.log)
     (outcome,) = [each for each in events_of(Outcome, victim.log) if each.kind is ActionKind.rewind]
     assert outcome.succeeded
-    assert outcome.target.startswith("snapshot of iteration 3")
+    assert outcome.target.startswith("snapshot of iteration 2")
     assert 0 < outcome.steps_lost <= 12
     check_replay(victim.log)
     check_twin(ranks, tmp_path, victim)
@@ -149,8 +144,8 @@ def test_damaged_weights_are_rewound(ranks: Pool, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_without_snapshots_a_good_checkpoint_is_restored(ranks: Pool, tmp_path: Path) -> None:
-    overrides = ("checkpoint.ring.slots=0",)
-    fault = Fault("weights", 0, factor=30.0, iteration=40 - COMMON_STEPS)
+    overrides = (WITHOUT_SNAPSHOTS,)
+    fault = Fault("weights", 0, factor=30.0, iteration=FAULT_AT - COMMON_STEPS)
     victim = run_from_common_steps(ranks, tmp_path, "victim", fault, *overrides)
     assert [kind for kind in actions(victim.log) if kind in (ActionKind.rewind, ActionKind.rollback)] == [
         ActionKind.rewind,
@@ -169,7 +164,7 @@ def test_without_snapshots_a_good_checkpoint_is_restored(ranks: Pool, tmp_path: 
 @pytest.mark.full
 def test_a_nan_weight_is_restored(ranks: Pool, tmp_path: Path) -> None:
     """OLMo-core and levanter multiply by zero, and NaN times zero is NaN."""
-    fault = Fault("weights", 1, factor=math.nan, iteration=40 - COMMON_STEPS)
+    fault = Fault("weights", 1, factor=math.nan, iteration=FAULT_AT - COMMON_STEPS)
     victim = run_from_common_steps(ranks, tmp_path, "victim", fault)
     assert victim.code == 0
     restored = [
@@ -186,10 +181,11 @@ def test_a_nan_weight_is_restored(ranks: Pool, tmp_path: Path) -> None:
 @pytest.mark.full
 def test_the_gate_works_from_the_first_step_after_a_restart(ranks: Pool, tmp_path: Path) -> None:
     """OLMo-core does not save its history: 63 steps after each restart are unguarded."""
-    run(ranks, tmp_path, "victim", None, "train.num_steps=30", "optim.schedule=constant")
-    overrides = ("train.num_steps=40", "run.resume=changed", "optim.schedule=constant")
-    again = run(ranks, tmp_path, "victim", Fault("gradient", 1, factor=1e6, iteration=1), *overrides)
-    assert [record.cursor for record in refused(again.log)] == [30]
+    overrides = (RARE_CHECKPOINTS, "run.resume=changed", "optim.schedule=constant")
+    run(ranks, tmp_path, "victim", None, *overrides, "train.num_steps=20")
+    fault = Fault("gradient", 1, factor=1e6, iteration=1)
+    again = run(ranks, tmp_path, "victim", fault, *overrides, "train.num_steps=24")
+    assert [record.cursor for record in refused(again.log)] == [20]
 
 
 FP8_FALLBACK = (

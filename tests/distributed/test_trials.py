@@ -22,9 +22,10 @@ from tests.distributed.killable_ranks import KillableRanks, KillAtCall, Place, W
 from tests.distributed.pool import Pool
 from tests.distributed.test_sentinel import check_replay, events_of
 
-STEPS = (*test_sentinel.STEPS, test_sentinel.RARE_CHECKPOINTS, "model.num_layers=1")
+NUM_STEPS = "train.num_steps=40"
+STEPS = (*test_sentinel.STEPS, NUM_STEPS, test_sentinel.RARE_CHECKPOINTS, "model.num_layers=1")
 TRIALS = ("sentinel.policy.trials=4", "sentinel.policy.trial_steps=4")
-DAMAGE_AT, COMMON_STEPS = 32, 24
+DAMAGE_AT, COMMON_STEPS = 28, 20
 """The update of this iteration damages the weights: the run rewinds, and is healthy again. Victims and twins continue a
 copy of the part before it."""
 BATCH_TOKENS = 8 * 32
