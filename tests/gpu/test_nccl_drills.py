@@ -41,7 +41,7 @@ SIZES = {
     "tiny": (),
     "125m": AT_125M,
 }
-OWN_PRECISION = ("fp16_overflow", "fp8_outlier")
+OWN_PRECISION = ("fp16_overflow", "fp8_outlier", "fp8_creep")
 """Scenarios that choose their precision; the others are trained in bf16."""
 OWN_WARMUP = ("warmup_cut",)
 """Scenarios about the warm-up, which choose its length."""
