@@ -98,39 +98,39 @@ def test_run_with_nan_keeps_its_last_good_checkpoint(ranks: Pool, tmp_path: Path
     overrides = (
         "run.name=a",
         "model.num_layers=1",
-        "train.num_steps=40",
+        "train.num_steps=24",
         "checkpoint.every_steps=1",
         "checkpoint.every_minutes=1e-5",
         "checkpoint.good_after_steps=4",
         "checkpoint.keep=1",
-        "sentinel.halt_after_refused=30",
+        "sentinel.halt_after_refused=12",
         "sentinel.policy.refused_in_row=1000",
         "sentinel.policy.budgets.skip.per_window=1000",
         "sentinel.probe_every=1000",
     )
-    fault = Fault("weights", 1, factor=math.nan, iteration=20)
+    fault = Fault("weights", 1, factor=math.nan, iteration=12)
     results = ranks.run(2, faulty_runs.run, str(tmp_path), fault, *overrides)
     assert [result.code for result in results] == [3, 3]
     log = log_of(tmp_path)
-    assert sum(event.refused for event in log if isinstance(event, StepRecord)) >= 30
+    assert sum(event.refused for event in log if isinstance(event, StepRecord)) >= 12
     refusals = [event for event in log if isinstance(event, CheckpointFailed)]
     assert refusals
     assert all(event.reason == "weights or moments are not finite" for event in refusals)
     left = health(tmp_path)
     good = [step for step, each in left.items() if each is Health.good]
     assert good
-    assert max(left) <= 20, "what is broken was never written"
+    assert max(left) <= 12, "what is broken was never written"
     root = tmp_path / "a" / "checkpoints"
     for checkpoint in catalog.list_checkpoints(root):
         integrity.verify(checkpoint.path)
     code, records = ranks.run(2, cases.run, str(tmp_path), *overrides)[0]
     assert code == 0, "and the run resumes from it"
-    assert records[-1].step == 40
+    assert records[-1].step == 24
 
 
 @pytest.mark.full
 def test_checkpoints_are_saved_by_the_clock(ranks: Pool, tmp_path: Path) -> None:
-    overrides = ("train.num_steps=60", "checkpoint.every_minutes=0.003", "sentinel.lag=2")
+    overrides = ("train.num_steps=30", "checkpoint.every_minutes=0.003", "sentinel.lag=2", "model.num_layers=1")
     ranks.run(2, cases.run, str(tmp_path), "run.name=a", *overrides)
     saves = saved_steps(tmp_path)
     log = log_of(tmp_path)
@@ -140,8 +140,8 @@ def test_checkpoints_are_saved_by_the_clock(ranks: Pool, tmp_path: Path) -> None
         soon = range(
             iteration + 3, iteration + 7
         )  # reaches all ranks after `lag` iterations; a pending save comes first
-        assert soon[-1] > 60 or set(soon) & set(saves)
-    assert saves[-1] == 60
+        assert soon[-1] > 30 or set(soon) & set(saves)
+    assert saves[-1] == 30
     assert len(saves) <= len(asked) + 1, "one for each request, and the last"
 
 

@@ -175,7 +175,13 @@ def _spoil(path: Path, change: Callable[[bytes], bytes]) -> str:
 
 DAMAGES = [flip_bit, spoil_state, lose_the_manifest]
 MORE_DAMAGES = [zero_hole, truncate, empty, spoil_metadata, lose_a_file]
-STEPS = ("run.name=a", "checkpoint.every_steps=5", "checkpoint.good_after_steps=3", "train.num_steps=15")
+STEPS = (
+    "run.name=a",
+    "model.num_layers=1",
+    "checkpoint.every_steps=5",
+    "checkpoint.good_after_steps=3",
+    "train.num_steps=15",
+)
 LONGER = (*STEPS, "train.num_steps=20", "run.resume=changed", "optim.schedule=constant")
 
 
@@ -304,10 +310,21 @@ Failing = tuple[int, str, float]
 """On which rank, the end of the path of a file, how often."""
 
 
-def load_through(root: str, where: Failing, **options: Any) -> tuple[str, str | None, float, int]:
-    """Load the newest checkpoint while one rank's storage fails; returns the outcome, its name, a weight, and the
-    failures on this rank."""
-    here, into = world(), tensors(-1.0)
+Outcome = tuple[str, str | None, float, int]
+"""The outcome of a load in words, the name of the checkpoint, a weight, and the failures on this rank."""
+
+
+def load_through(root: str, where: Failing, **options: Any) -> Outcome:
+    """Load the newest checkpoint while one rank's storage fails."""
+    here = world()
+    try:
+        return load_while_failing(here, root, where, **options)
+    finally:
+        disconnect()
+
+
+def load_while_failing(here: World, root: str, where: Failing, **options: Any) -> Outcome:
+    into = tensors(-1.0)
     rank, file, times = where
     outcome, name = "loaded", None
     with failing(file, times=times if here.rank == rank else 0, code=errno.ESTALE) as failed:
@@ -322,8 +339,6 @@ def load_through(root: str, where: Failing, **options: Any) -> tuple[str, str | 
             name = found.loaded and found.loaded.name
         except (StorageError, ConfigError) as error:
             outcome = f"{type(error).__name__}: {error}"
-        finally:
-            disconnect()
     return outcome, name, float(into["model.weight"][2, 1]), len(failed)
 
 
@@ -340,34 +355,42 @@ READ_BY = [
 """Every file of a checkpoint, with a rank that reads it."""
 
 
+def load_at_each(root: str, times: float) -> list[Outcome]:
+    """Load the newest checkpoint once for each place in `READ_BY`, while that place fails this often."""
+    here = world()
+    try:
+        return [load_while_failing(here, root, (*where, times)) for where in READ_BY]
+    finally:
+        disconnect()
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("where", READ_BY, ids=str)
-def test_an_io_error_on_one_rank_is_retried_by_all(ranks: Pool, tmp_path: Path, where: tuple[int, str]) -> None:
+def test_an_io_error_on_one_rank_is_retried_by_all(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(2, write_many, str(tmp_path), [5, 10])
     catalog.mark(tmp_path / NEWEST, catalog.Health.good, "a test")
     before = tree(tmp_path)
-    loaded = ranks.run(2, load_through, str(tmp_path), (*where, 1))
-    assert [each[:3] for each in loaded] == [("loaded", NEWEST, 10.0)] * 2
-    assert loaded[where[0]][3] == 1, "it did fail"
+    outcomes = ranks.run(2, load_at_each, str(tmp_path), 1)
+    for (rank, file), *loaded in zip(READ_BY, *outcomes, strict=True):
+        assert [each[:3] for each in loaded] == [("loaded", NEWEST, 10.0)] * 2, file
+        assert loaded[rank][3] == 1, f"{file}: it did fail"
     assert tree(tmp_path) == before
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("where", READ_BY, ids=str)
-def test_lasting_io_error_ends_the_start_on_all_ranks_and_quarantines_nothing(
-    ranks: Pool, tmp_path: Path, where: tuple[int, str]
-) -> None:
+def test_lasting_io_error_ends_the_start_on_all_ranks_and_quarantines_nothing(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(2, write_many, str(tmp_path), [5, 10])
     catalog.mark(tmp_path / NEWEST, catalog.Health.good, "a test")
     before = tree(tmp_path)
-    ended = ranks.run(2, load_through, str(tmp_path), (*where, float("inf")))
-    assert ended[0][:2] == ended[1][:2]
-    outcome, name = ended[0][:2]
-    assert outcome.startswith(f"StorageError: {tmp_path}/{NEWEST}")
-    assert "Stale file handle" in outcome
-    assert name is None, "an older one would lose work"
+    outcomes = ranks.run(2, load_at_each, str(tmp_path), float("inf"))
+    for (_, file), *ended in zip(READ_BY, *outcomes, strict=True):
+        assert ended[0][:2] == ended[1][:2], file
+        outcome, name = ended[0][:2]
+        assert outcome.startswith(f"StorageError: {tmp_path}/{NEWEST}"), file
+        assert "Stale file handle" in outcome, file
+        assert name is None, f"{file}: an older one would lose work"
     assert tree(tmp_path) == before
-    assert ranks.run(2, load_through, str(tmp_path), (*where, 0))[0][1] == NEWEST, "and later it is there"
+    for _, name, *_ in ranks.run(2, load_through, str(tmp_path), (0, "", 0)):
+        assert name == NEWEST, "and later it is there"
 
 
 def test_unlistable_checkpoints_do_not_start_a_new_run(ranks: Pool, tmp_path: Path) -> None:
@@ -389,11 +412,11 @@ def test_rollback_skips_unreadable_checkpoints_and_reports_them(ranks: Pool, tmp
     assert tree(tmp_path) == before
 
 
-def load_passing_over(root: str, where: Failing) -> tuple[str, str | None, float, int]:
+def load_passing_over(root: str, where: Failing) -> Outcome:
     return load_through(root, where, skip_unreadable=True)
 
 
-def load_as_a_reader(root: str) -> tuple[str, str | None, float, int]:
+def load_as_a_reader(root: str) -> Outcome:
     return load_through(root, (0, "", 0), quarantines=False)
 
 

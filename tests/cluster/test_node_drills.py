@@ -18,7 +18,7 @@ from tests.launch.cli.test_drill import PATIENCE_S, run_drill
 pytestmark = [pytest.mark.full, pytest.mark.timeout(2 * PATIENCE_S), pytest.mark.xdist_group("node-drills")]
 
 SHORT = (
-    "train.num_steps=50",
+    "train.num_steps=34",
     "train.sequence_length=32",
     "model.num_layers=1",
     "launch.slurm.health=false",

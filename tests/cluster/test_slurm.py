@@ -47,9 +47,11 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
+NUM_STEPS = 20
 OVERRIDES = (
     *cases.TINY,
-    "train.num_steps=40",
+    "model.num_layers=1",
+    f"train.num_steps={NUM_STEPS}",
     "checkpoint.every_steps=10",
     "checkpoint.good_after_steps=3",
     "launch.nproc=1",
@@ -246,7 +248,7 @@ def test_a_killed_task_is_requeued_and_a_halted_run_is_not(jobs: Jobs, cluster: 
     assert ends(runs["halted"]) == [(3, False, "halted by the sentinel")]
     assert ends(killed) == [(137, True, "crashed with exit code 137"), (0, False, "all steps done")]
     assert run_ended(runs["halted"]).exit_code == 3
-    assert sorted(losses(killed)) == list(range(1, 41))
+    assert sorted(losses(killed)) == list(range(1, NUM_STEPS + 1))
     assert [requeue.read_ends(run)[0].job for run in runs.values()] == [f"{job}_{index}" for index in range(2)]
 
 

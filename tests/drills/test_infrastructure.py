@@ -29,15 +29,15 @@ pytestmark = [
 ]
 
 SIZE = 2
-NUM_STEPS = 34
+NUM_STEPS = 20
 TRAIN = (
     f"train.num_steps={NUM_STEPS}",
     "train.sequence_length=32",
     "model.num_layers=1",
-    "checkpoint.every_steps=10",
+    "checkpoint.every_steps=6",
     "parallel.device=cpu",
 )
-FAULT_OVERRIDES = ("drill.fault.at=27", "drill.expected.names_rank=false")
+FAULT_OVERRIDES = ("drill.fault.at=15", "drill.expected.names_rank=false")
 KILLED_BY_FAULT = KillAtTime(after_s=150, rank=1, grace_s=0.3)
 """Rank 1 is killed by its fault; the other rank follows, as under a launcher."""
 
@@ -83,7 +83,7 @@ def test_a_run_resumes_after_a_killed_rank(killable: KillableRanks, runs: Path) 
     assert not broken_bounds(card), card.score
     assert card.score.struck == 1
     assert [started.in_memory for started in gather(victim).of(RunStarted)] == [False, True]
-    assert card.score.steps_lost < 8, "the newest checkpoint is that of step 20"
+    assert card.score.steps_lost < 8, "the newest checkpoint is that of step 12"
 
 
 @pytest.mark.parametrize("name", ["corrupted_checkpoint", "truncated_checkpoint"])
@@ -93,24 +93,24 @@ def test_a_run_resumes_from_an_older_checkpoint_than_a_damaged_one(
     victim, card = run_scenario(killable, runs, name, 'drill.expected.notices=["is damaged: "]')
     assert not broken_bounds(card), card.score
     judged = [event for event in events.read(victim.events) if isinstance(event, CheckpointJudged)]
-    assert [event.directory for event in judged if event.health == "damaged"] == ["step-00000020-gen-0"]
-    assert [path.name for path in catalog.list_damaged(victim.checkpoints)] == ["step-00000020-gen-0.damaged"]
-    assert [started.resumed_from for started in gather(victim).of(RunStarted)] == [None, "step-00000010-gen-0"]
+    assert [event.directory for event in judged if event.health == "damaged"] == ["step-00000012-gen-0"]
+    assert [path.name for path in catalog.list_damaged(victim.checkpoints)] == ["step-00000012-gen-0.damaged"]
+    assert [started.resumed_from for started in gather(victim).of(RunStarted)] == [None, "step-00000006-gen-0"]
 
 
 def test_a_clock_jump_changes_no_result(killable: KillableRanks, runs: Path) -> None:
-    victim, card = run_scenario(killable, runs, "clock_jump", "drill.fault.duration=5")
+    victim, card = run_scenario(killable, runs, "clock_jump", "drill.fault.duration=4")
     assert not broken_bounds(card), card.score
-    assert card.score.struck == 5
+    assert card.score.struck == 4
     times = {record.iteration: record.time for record in gather(victim).records}
-    assert times[29] < times[20] - 3000  # records are late: that of 29 was written while the clock was wrong
-    assert times[NUM_STEPS] > times[20]
+    assert times[17] < times[10] - 3000  # records are late: that of 17 was written while the clock was wrong
+    assert times[NUM_STEPS] > times[10]
 
 
 def test_a_preempted_run_resumes_without_loss(killable: KillableRanks, runs: Path) -> None:
     victim, card = run_scenario(killable, runs, "preemption")
     assert not broken_bounds(card), card.score
-    assert [started.step for started in gather(victim).of(RunStarted)] == [0, 28]
+    assert [started.step for started in gather(victim).of(RunStarted)] == [0, 16]
 
 
 def test_one_bit_is_flipped_and_no_timestamp_changes(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tests.distributed.pool import Pool
 
 pytestmark = pytest.mark.full
 
-SIZE = ("model.dim=48", "model.num_layers=3", "model.num_heads=6", "model.num_kv_heads=3", "model.ffn_dim=80")
+SIZE = ("model.dim=48", "model.num_layers=2", "model.num_heads=6", "model.num_kv_heads=3", "model.ffn_dim=80")
 QUIET = ("telemetry=plain", "telemetry.picture=false", "telemetry.postmortem=false", "parallel.device=cpu")
 FAULT_AT = 66
 OTHER_DRILLS = ("nan_grad", "poisoned_batch", "scrambled_batch", "lr_spike", "bit_flip")
@@ -45,7 +45,7 @@ def test_a_drill_of_another_size_and_seed_has_the_same_cause(ranks: Pool, runs: 
 
 
 def test_a_rate_far_too_high_from_the_first_step(ranks: Pool, tmp_path: Path) -> None:
-    overrides = ("run.seed=3", "run.name=hot", "optim.lr=3", "optim.warmup_steps=5", "train.num_steps=120")
+    overrides = ("run.seed=3", "run.name=hot", "optim.lr=3", "optim.warmup_steps=5", "train.num_steps=60")
     ranks.run(2, faulty_runs.run, str(tmp_path), None, *overrides, *SIZE, *QUIET)
     assert blamed(tmp_path / "hot") is Cause.lr_too_high
 

@@ -157,7 +157,14 @@ def test_numbers_are_compared_exactly_where_the_bits_are_promised(tmp_path: Path
     assert can_reproduce(run, load(TINY)), "a run without a manifest is an old one"
 
 
-COMPILED = ("parallel.compile=true", "run.deterministic=true", "train.num_steps=14", "run.name=compiled")
+COMPILED = (
+    "parallel.compile=true",
+    "run.deterministic=true",
+    "optim.warmup_steps=1",
+    "train.num_steps=4",
+    "checkpoint.every_steps=2",
+    "run.name=compiled",
+)
 
 
 @pytest.mark.full
@@ -165,9 +172,9 @@ COMPILED = ("parallel.compile=true", "run.deterministic=true", "train.num_steps=
 def test_a_compiled_deterministic_run_is_replayed_compiled(ranks: Pool, tmp_path: Path) -> None:
     """The hooks that measure the step are called although its blocks are compiled."""
     assert ranks.run(2, train_in, str(tmp_path), *RUN, *COMPILED) == [0, 0]
-    found = replay_on(ranks, RunDir(tmp_path / "compiled"), iteration=13, overrides=COMPILED)
+    found = replay_on(ranks, RunDir(tmp_path / "compiled"), iteration=4, overrides=COMPILED)
     assert (found["checkpoint"], found["left_the_log_at"], found["nature"]) == (
-        "step-00000010-gen-0",
+        "step-00000002-gen-0",
         None,
         "deterministic",
     )

@@ -83,7 +83,7 @@ def test_a_restart_and_the_same_command_after_kill_9_resume_from_memory(tmp_path
     overrides = [
         "run.name=a",
         f"run.dir={tmp_path}",
-        "train.num_steps=72",
+        "train.num_steps=48",
         "model.num_layers=1",
         "launch.nproc=2",
         "checkpoint.ring.slots=2",
@@ -92,10 +92,10 @@ def test_a_restart_and_the_same_command_after_kill_9_resume_from_memory(tmp_path
     command = ("launch.train", *TINY, *overrides, f"checkpoint.ring.shared_dir={tmp_path}")
     log = tmp_path / "a" / "events.jsonl"
     with Launched(*command, output=tmp_path / "first", first=leave_slurm) as first:
-        wait_for_steps(log, 16)
+        wait_for_steps(log, 10)
         for pid in ranks_of(first.pid):
             os.kill(pid, signal.SIGKILL)
-        wait_for_steps(log, 32)
+        wait_for_steps(log, 20)
         for pid in (*ranks_of(first.pid), first.pid):
             os.kill(pid, signal.SIGKILL)
         assert first.wait(WAIT_S) == -signal.SIGKILL

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -26,20 +22,13 @@ from launch.sweeps import jobs, multirun, scheduler
 from launch.sweeps.jobs import ComposedJob, JobState
 from launch.sweeps.scheduler import ResourceSlot, split_machine
 from tests import composed, forked_launchers
-from tests.launch.cli.test_main import ROOT, TINY, harness
+from tests.forks import Launched
+from tests.launch.cli.test_main import TINY
 
 pytestmark = pytest.mark.full
 
 PATIENCE_S = 240.0
 GPUS = [str(number) for number in range(8)]
-
-
-def launcher(overrides: Sequence[str], cwd: Path) -> subprocess.Popen[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
-    command = [sys.executable, "-m", "launch.cli.main", "train", "--multirun", *overrides]
-    return subprocess.Popen(
-        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
 
 
 def starts(run: Path) -> int:
@@ -106,29 +95,25 @@ def test_a_sweep_that_is_stopped(tmp_path: Path) -> None:
     overrides = [*TINY, "telemetry.postmortem=no", "train.num_steps=1000000", "launch.at_once=1", "run.name=long"]
     overrides.append("optim.lr=1e-3,2e-3")
     first = tmp_path / "runs" / "long" / "optim.lr=0.001"
-    process = launcher(overrides, tmp_path)
-    try:
+    arguments = ("train", "--multirun", *overrides)
+    fork = forked_launchers.fork_launchers
+    with Launched("launch.cli.main", *arguments, output=tmp_path / "output", first=fork, cwd=tmp_path) as process:
         deadline_s = time.monotonic() + PATIENCE_S
         while not (first / "events.jsonl").exists() or not any(
             isinstance(event, StepRecord) for event in read(first / "events.jsonl")
         ):
-            assert process.poll() is None, process.communicate()[0]
+            assert process.poll() is None, process.stderr
             assert time.monotonic() < deadline_s
-            time.sleep(0.2)
-        refused = harness("train", "--multirun", *overrides, cwd=tmp_path)
+            time.sleep(0.05)
+        refused = forked_launchers.harness(*arguments, cwd=tmp_path, within_s=PATIENCE_S)
         assert (refused.returncode, refused.stdout) == (2, "")
         assert (
             refused.stderr
             == "harness: run.name: runs/long is being swept, or one of its jobs still runs; wait, or stop it\n"
         )
         process.send_signal(signal.SIGINT)
-        printed, _ = process.communicate(timeout=PATIENCE_S)
-    finally:
-        for _ in range(2):  # no effect if the process has ended; the second one kills
-            process.terminate()
-            time.sleep(0.5)
-        process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 75, printed
+        assert process.wait(PATIENCE_S) == 75, process.stderr
+        printed = process.stdout
     assert "\n1 interrupted, 1 not started\n" in printed
     assert printed.splitlines()[-1].startswith("resume  harness train --multirun ")
     *_, last = read(first / "events.jsonl")
@@ -295,11 +280,13 @@ def test_shared_overrides_and_resume_arguments() -> None:
 
 
 def test_an_invalid_sweep_leaves_nothing_on_disk(tmp_path: Path) -> None:
-    result = harness("train", "--multirun", *TINY, "run.name=no", "optim.lr=-1,-2", cwd=tmp_path)
+    arguments = ("train", "--multirun", *TINY, "run.name=no", "optim.lr=-1,-2")
+    result = forked_launchers.harness(*arguments, cwd=tmp_path, within_s=PATIENCE_S)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.count("\n") == 2
     assert not list((tmp_path / "runs").iterdir())
-    preset = harness("train", *TINY, "+sweep=beta2_clip_wd", "optim.clip_norm=1", cwd=tmp_path)
+    arguments = ("train", *TINY, "+sweep=beta2_clip_wd", "optim.clip_norm=1")
+    preset = forked_launchers.harness(*arguments, cwd=tmp_path, within_s=PATIENCE_S)
     assert preset.returncode == 2
     assert preset.stderr == ("harness: sweep: needs --multirun, or one value for optim.beta2, optim.weight_decay\n")
 
