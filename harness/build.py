@@ -32,7 +32,7 @@ from harness.distributed.collectives import all_reduce_min, gather_results, run_
 from harness.distributed.compute_clock import ComputeClock
 from harness.distributed.context import join_context, split_of
 from harness.distributed.determinism import DeterministicSettings
-from harness.distributed.fsdp import shard
+from harness.distributed.fsdp import gather_before_forward, shard
 from harness.distributed.reduce_scatter import CommStats
 from harness.distributed.world import World, device_memory_bytes
 from harness.held_out import HeldOut, open_held_out
@@ -118,6 +118,8 @@ def build(cfg: Config, world: World, run: RunDir, *, shares_snapshots: bool = Fa
     model, fp8_layers = build_model(cfg, world)
     parallel = resolve_resharding(cfg)
     comm_stats = shard(model, model.blocks, world=world, cfg=parallel, precision=fsdp_policy(cfg.precision.kind))
+    if comm_stats.is_sharded and world.device.type == "cpu" and not parallel.reshard_after_forward:
+        gather_before_forward(model)
     join_context(world, comm_stats)
     if parallel.activation_offload:
         model.offload = ActivationOffload(len(model.blocks), world.device)

@@ -21,8 +21,8 @@ from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 import yaml
 
 from harness.config.errors import ConfigError, require
+from harness.config.plain_config import build_plain
 from harness.config.schema import Config
-from harness.config.stored_config import build_stored
 from harness.config.usual_keys import USUAL_KEYS
 from harness.core.credentials import require_no_credentials, without_credentials
 
@@ -85,10 +85,60 @@ def usual_warmup(num_steps: int) -> int:
 
 def load(overrides: Sequence[str] = ()) -> Config:
     """Compose the default configuration with `overrides`, like the Hydra command line."""
+    if not overrides and (cfg := read_default()):
+        return cfg
     try:
         return validate(compose_tree(overrides))
     except Exception as error:
         raise explain(error, overrides) from None
+
+
+def read_default() -> Config | None:
+    """The default configuration, without Hydra, which takes 0.4 CPU-s to be imported and to compose it.
+
+    None: an edited file of `conf/` needs Hydra, for more than a defaults list of plain names and plain values.
+    """
+    own = read_tree(conf_dir() / "config.yaml")
+    defaults = own.pop("defaults", [])
+    own.pop("hydra", None)
+    tree: dict[str, Any] = {}
+    for entry in defaults:
+        match entry if isinstance(entry, str) else next(iter(entry.items())):
+            case "_self_":
+                merge(tree, own)
+            case (str(group), option) if (values := _read_option(group, option)) is not None:
+                merge(tree, {group: values})
+            case (str(key), _) if key.startswith("override hydra/"):
+                pass
+            case "schema":
+                pass
+            case _:
+                return None
+    cfg = build_plain(tree) if "_self_" in defaults else None
+    if cfg is not None:
+        require_finite(cfg)
+        require_no_credentials(cfg.telemetry.tracking_uri)
+    return cfg
+
+
+def _read_option(group: str, option: Any) -> dict[str, Any] | None:
+    """The values of a file of a group, over those of the files of its defaults list; None: there is no such file."""
+    path = conf_dir() / group / f"{option}.yaml"
+    if not path.is_file():
+        return None
+    own, tree = read_tree(path), dict[str, Any]()
+    for other in own.pop("defaults", []):
+        if (values := _read_option(group, other)) is None:
+            return None
+        merge(tree, values)
+    return merge(tree, own)
+
+
+def merge(tree: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """`tree` with the values of `other`, section by section."""
+    for key, value in other.items():
+        tree[key] = merge(tree.get(key) or {}, value) if isinstance(value, dict) else value
+    return tree
 
 
 def compose_job(overrides: Sequence[str]) -> tuple[Any, Any]:
@@ -125,7 +175,7 @@ def parsing_in_c() -> Iterator[None]:
 def read(path: Path) -> Config:
     """Read and check the stored configuration of a run."""
     tree = read_tree(path)
-    cfg = build_stored(tree)
+    cfg = build_plain(tree)
     if cfg is not None:
         require_finite(cfg)
         return cfg

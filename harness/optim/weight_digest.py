@@ -82,13 +82,16 @@ def sum_weights(weights: Sequence[Tensor]) -> UpdateSums:
 
 
 def sum_bits(weights: Sequence[Tensor]) -> Tensor:
-    """Sum of the bit patterns of fp32 tensors, modulo 2**32; int64."""
+    """Sum of the bit patterns of fp32 tensors, modulo 2**32; int64.
+
+    Each tensor is summed in int32, which wraps around: on a CPU a sum in int64 takes up to ten times as long.
+    """
     flat = [weight.detach().flatten() for weight in weights]
     parts = [weight for weight in flat if len(weight) > FEW_ELEMENTS]
     if len(parts) < len(flat):
         parts.append(torch.cat([weight for weight in flat if len(weight) <= FEW_ELEMENTS]))
-    sums = [part.view(torch.int32).sum(dtype=torch.int64) for part in parts]
-    return torch.stack(sums).sum() & DIGEST_MASK
+    sums = [part.view(torch.int32).sum(dtype=torch.int32) for part in parts]
+    return torch.stack(sums).sum(dtype=torch.int64) & DIGEST_MASK
 
 
 def _sum_squares(weights: Sequence[Tensor]) -> Tensor:

@@ -8,11 +8,9 @@ resumable (requeue).
 
 from __future__ import annotations
 
-import platform
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
-from importlib import import_module, metadata
+from importlib import import_module
 
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE
 from harness.core.safe_stream import safe_output
@@ -72,6 +70,8 @@ def help_text() -> str:
 
 def version_text() -> str:
     """Versions of this package, torch and Python, without importing torch."""
+    import platform
+    from importlib import metadata
 
     def version_of(package: str) -> str:
         try:
@@ -84,6 +84,8 @@ def version_text() -> str:
 
 def guess_command(name: str) -> str:
     """A hint at the command that the user may have meant; empty if there is none."""
+    from difflib import get_close_matches
+
     close = get_close_matches(name, SUMMARIES, n=1)
     meant = close[0] if close else USUAL_COMMANDS.get(name, "")
     return f"; did you mean {meant}?" if meant else ""

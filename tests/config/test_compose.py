@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -14,8 +15,8 @@ import yaml
 
 from harness.config import compose
 from harness.config.errors import ConfigError
+from harness.config.plain_config import build_plain
 from harness.config.schema import Config
-from harness.config.stored_config import build_stored
 from harness.config.usual_keys import USUAL_KEYS
 from tests import composed
 
@@ -228,9 +229,52 @@ def test_a_stored_config_without_a_newer_key_still_opens(tmp_path: Path) -> None
     assert (stored.checkpoint.retry_s, stored.model.norm) == (default.checkpoint.retry_s, default.model.norm)
 
 
+def test_a_stored_config_without_a_key_that_has_no_default_is_rejected(tmp_path: Path) -> None:
+    tree = compose.plain(composed.load())
+    del tree["optim"]["lr"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    with pytest.raises(ConfigError, match=r"^optim\.lr: has no value$"):
+        compose.read(tmp_path / "config.yaml")
+
+
+CONF = compose.conf_dir()
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "needs_hydra"),
+    [
+        ("config.yaml", "num_steps: 200", "num_steps: 70", False),
+        ("config.yaml", "data: embedded", "data: mixture", False),
+        ("config.yaml", "telemetry: mlflow", "telemetry: plain", False),
+        ("optim/adamw.yaml", "lr: 3.0e-3", "lr: 1", False),
+        ("optim/adamw.yaml", "lr: 3.0e-3", "lr: 3e-3", True),
+        ("optim/adamw.yaml", "warmup_steps: 20", "warmup_steps: ${warmup:${train.num_steps}}", True),
+        ("config.yaml", "model: tiny", "model: 125m", True),
+        ("config.yaml", "  - _self_\n", "  - pretraining\n  - _self_\n", True),
+    ],
+)
+def test_the_default_is_read_without_hydra_as_hydra_composes_it(
+    file: str, old: str, new: str, needs_hydra: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `conf/` as edited by a user, too; a file that needs more than plain values is left to Hydra."""
+    shutil.copytree(CONF, tmp_path / "conf")
+    text = (tmp_path / "conf" / file).read_text()
+    assert text.count(old) == 1
+    (tmp_path / "conf" / file).write_text(text.replace(old, new))
+    monkeypatch.setattr(compose, "conf_dir", lambda: tmp_path / "conf")
+    expected = compose.validate(compose.compose_tree([]))
+    read = compose.read_default()
+    assert (read is None) == needs_hydra
+    assert repr(compose.load()) == repr(read or expected) == repr(expected)
+
+
+def test_the_unedited_default_is_read_as_hydra_composes_it() -> None:
+    assert repr(compose.read_default()) == repr(compose.validate(compose.compose_tree([])))
+
+
 def check_stored(cfg: Config) -> None:
-    """A stored config is read without OmegaConf, and equals what OmegaConf composed."""
-    built = build_stored(compose.parse_yaml(compose.to_yaml(cfg)))
+    """A stored config is built without OmegaConf, and equals what OmegaConf composed."""
+    built = build_plain(compose.parse_yaml(compose.to_yaml(cfg)))
     assert built == cfg
     assert repr(built) == repr(cfg), "the types are equal, too"
 
@@ -242,8 +286,8 @@ def test_a_stored_config_with_lists_and_sections_of_the_user() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("optim.lr", 1),
         ("optim.lr", "0.1"),
+        ("optim.lr", True),
         ("train.num_steps", 8.0),
         ("train.num_steps", True),
         ("train.num_steps", None),
@@ -260,7 +304,7 @@ def test_a_stored_config_with_lists_and_sections_of_the_user() -> None:
     ],
 )
 def test_an_edited_config_is_left_to_omegaconf(key: str, value: Any) -> None:
-    assert build_stored(edited(key, value)) is None
+    assert build_plain(edited(key, value)) is None
 
 
 def edited(key: str, value: Any) -> dict[str, Any]:

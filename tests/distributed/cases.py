@@ -228,6 +228,23 @@ def count_collectives(*overrides: str) -> dict[str, int]:
     return counting.calls
 
 
+def count_gathers_before_blocks(*overrides: str) -> list[int]:
+    """Number of all-gathers of a forward pass that are done when each block begins."""
+    cfg = tiny(*overrides)
+    parts = _build(cfg)
+    counting, counts = _Counting(), list[int]()
+
+    def count_gathers(_module: Any, _inputs: Any) -> None:
+        counts.append(sum(count for name, count in counting.calls.items() if "allgather" in name))
+
+    handles = [block.register_forward_pre_hook(count_gathers) for block in parts.model.blocks]
+    with counting:
+        forward_backward(parts, parts.batches[0], cfg=cfg, probe=False)
+    for handle in handles:
+        handle.remove()
+    return counts
+
+
 class _Counting(TorchDispatchMode):
     """Counts collectives by name; torch's own `CommDebugMode` takes one forward pass only."""
 

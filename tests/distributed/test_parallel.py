@@ -175,6 +175,15 @@ def test_signals_need_one_collective_per_step(ranks: Pool) -> None:
         assert reduced == 1
 
 
+@pytest.mark.parametrize(("reshard", "gathers"), [("false", [3, 3]), ("true", [2, 3])])
+def test_weights_that_stay_gathered_are_gathered_before_the_first_block(
+    ranks: Pool, reshard: str, gathers: list[int]
+) -> None:
+    """On CPU: the ranks wait for each other once, and not in front of each of the two blocks. The root is the third."""
+    found = ranks.run(2, cases.count_gathers_before_blocks, f"parallel.reshard_after_forward={reshard}")
+    assert found == [gathers] * 2
+
+
 @pytest.mark.full
 def test_replicas_all_reduce_once_per_step(ranks: Pool) -> None:
     """2 x 2 ranks and 3 micro-batches: two blocks and the root are reduce-scattered in each, and all-reduced between

@@ -44,6 +44,13 @@ def test_the_digest_does_not_depend_on_which_shards_are_joined() -> None:
     assert sum_bits([empty]) == 0
 
 
+@pytest.mark.parametrize("length", [1, 2, 3, 31, 32, 33, 1000, FEW_ELEMENTS - 1, 3 * FEW_ELEMENTS + 5])
+def test_a_sum_that_leaves_32_bits_wraps_around(length: int) -> None:
+    tensor = torch.linspace(2, 900, length)
+    assert int(sum_bits([tensor])) == sum(tensor.view(torch.int32).tolist()) & DIGEST_MASK
+    assert int(sum_bits([-tensor])) == sum((-tensor).view(torch.int32).tolist()) & DIGEST_MASK
+
+
 def test_sums_are_those_of_the_weights() -> None:
     tensors = weights()
     sums = UpdateSums.combine([sum_weights(tensors[:1]), sum_weights(tensors[1:])])
