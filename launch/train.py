@@ -20,8 +20,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.config.compose import compose_job, conf_dir, explain, list_groups, load, read_tree, register, validate
+from harness.config.compose import compose_job, load, register, validate
+from harness.config.conf_files import conf_dir, list_groups, read_tree
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError, require
+from harness.config.explain import explain
 from harness.config.launch import LaunchKind
 from harness.config.schema import Config
 from harness.core.fast_imports import loading

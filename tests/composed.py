@@ -22,12 +22,12 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
-from harness.config import compose
+from harness.config import compose, conf_files
 from harness.config.schema import Config
 
 LOAD = compose.load
 """Kept, so that a test can replace `compose.load` by `load`."""
-GROUP = re.compile(rf"\+?({'|'.join(path.name for path in compose.conf_dir().iterdir() if path.is_dir())})=\w+")
+GROUP = re.compile(rf"\+?({'|'.join(path.name for path in conf_files.conf_dir().iterdir() if path.is_dir())})=\w+")
 VALUE = re.compile(r"[a-z]\w*(\.\w+)+=.*")
 
 
@@ -72,5 +72,5 @@ COMPOSE, INITIALIZE = hydra.compose, hydra.initialize_config_dir
 
 
 def _compose_with_hydra(overrides: Sequence[str]) -> Any:
-    with INITIALIZE(str(compose.conf_dir()), version_base="1.3"):
+    with INITIALIZE(str(conf_files.conf_dir()), version_base="1.3"):
         return COMPOSE("config", overrides=list(overrides))

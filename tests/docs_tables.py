@@ -26,7 +26,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from harness.config import compose
+from harness.config import compose, conf_files
 from harness.config.key_help import field_texts
 from harness.config.schema import Config
 from harness.drills import scenario
@@ -177,9 +177,9 @@ def options_table(group: str) -> Iterator[str]:
     """The options of a group: comment of the file, and the values that it sets."""
     yield "| option | sets | note |"
     yield "|---|---|---|"
-    for option in compose.options_of(group):
-        file = compose.conf_dir() / group / f"{option}.yaml"
-        tree = compose.read_tree(file)
+    for option in conf_files.options_of(group):
+        file = conf_files.conf_dir() / group / f"{option}.yaml"
+        tree = conf_files.read_tree(file)
         tree.pop("defaults", None)
         values = list(leaf_values(tree))
         sets = (
@@ -191,14 +191,14 @@ def options_table(group: str) -> Iterator[str]:
 
 
 def groups_table() -> Iterator[str]:
-    chosen = compose.read_tree(compose.conf_dir() / "config.yaml")["defaults"]
+    chosen = conf_files.read_tree(conf_files.conf_dir() / "config.yaml")["defaults"]
     default_options = {group: option for entry in chosen if isinstance(entry, dict) for group, option in entry.items()}
-    names = compose.groups()
+    names = conf_files.groups()
     ordered = [*(name for name in GROUP_ORDER if name in names), *(name for name in names if name not in GROUP_ORDER)]
     yield "| group | options | default |"
     yield "|---|---|---|"
     for group in ordered:
-        options = " ".join(f"`{option}`" for option in compose.options_of(group))
+        options = " ".join(f"`{option}`" for option in conf_files.options_of(group))
         default = f"`{default_options[group]}`" if group in default_options else f"none; add it with `+{group}=NAME`"
         yield f"| `{group}` | {options} | {default} |"
 

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from harness.config import compose
+from harness.config.conf_files import options_of
+from harness.config.explain import keys_of
 from harness.drills import scenario
 from launch.cli import main
 from tests import composed, docs_tables
@@ -182,14 +184,16 @@ def problem_of_override(part: str) -> str:
     key, value = found.groups()
     section, _, name = key.rpartition(".")
     if key.startswith("drill."):
-        return (
-            "" if name in compose.keys_of(section.removeprefix("drill").lstrip("."), scenario.Scenario) else f"no {key}"
-        )
-    if compose.options_of(key):
-        known = {*compose.options_of(key), *PLACEHOLDERS, *(option for group, option in USER_OPTIONS if group == key)}
+        return "" if name in keys_of(section.removeprefix("drill").lstrip("."), scenario.Scenario) else f"no {key}"
+    if options_of(key):
+        known = {
+            *options_of(key),
+            *PLACEHOLDERS,
+            *(option for group, option in USER_OPTIONS if group == key),
+        }
         is_known = set(value.strip("[]").split(",")) <= known
         return "" if is_known else f"{key} has no option {value}"
-    return "" if name in compose.keys_of(section) or name in PLACEHOLDERS else f"no key {key}"
+    return "" if name in keys_of(section) or name in PLACEHOLDERS else f"no key {key}"
 
 
 def missing_files(page: Path, text: str) -> Iterator[str]:

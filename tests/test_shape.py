@@ -41,8 +41,8 @@ LAYERS = (
 LEAVES = LAYERS[4]
 
 LIBRARY_IMPORTERS = {
-    "hydra": {"harness/config/compose.py", "launch/train.py"},
-    "omegaconf": {"harness/config/compose.py", "launch/train.py"},
+    "hydra": {"harness/config/compose.py", "harness/config/explain.py", "launch/train.py"},
+    "omegaconf": {"harness/config/compose.py", "harness/config/explain.py", "launch/train.py"},
     "mlflow": {"harness/telemetry/sinks/mlflow_run.py", "harness/telemetry/sinks/mlflow_sink.py"},
     "wandb": {"harness/telemetry/sinks/wandb_sink.py"},
     "tensorboard": {"harness/telemetry/sinks/tensorboard_sink.py"},

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.config.compose import flat, parse_yaml, plain, schema_default, to_yaml
+from harness.config.compose import flat, plain, schema_default, to_yaml
+from harness.config.conf_files import parse_yaml
 from harness.config.errors import ConfigError
 from harness.config.run import ResumePolicy
 from harness.config.schema import Config

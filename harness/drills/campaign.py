@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, final
 
-from harness.config import compose
+from harness.config import conf_files
 from harness.config.errors import require
 from harness.core.rundir import MAY_DIFFER
 from harness.drills import scenario as scenarios
@@ -55,7 +55,7 @@ class DrawnFault:
 def mixable_scenarios() -> dict[str, Scenario]:
     """Scenarios that can be combined: common training config, one node, no special environment, and a run that should
     finish."""
-    shared = compose.read_tree(compose.conf_dir() / scenarios.GROUP / f"{compose.BASE}.yaml")["train"]
+    shared = conf_files.read_tree(conf_files.conf_dir() / scenarios.GROUP / f"{conf_files.BASE}.yaml")["train"]
     found = {}
     for name in scenarios.names():
         loaded = scenarios.load_scenario(name)

@@ -19,7 +19,7 @@ from typing import Any, final
 
 from harness.analysis.dashboard.goodput import Goodput
 from harness.checkpoint import catalog, integrity
-from harness.config import compose
+from harness.config import conf_files
 from harness.config.errors import EXIT_DONE, require
 from harness.core.rundir import RunDir
 from harness.drills import scenario as scenarios
@@ -66,7 +66,7 @@ def infrastructure_scenarios() -> dict[str, Scenario]:
 
 def long_training_overrides(every_s: float) -> list[str]:
     """Training overrides: those of all drills, with the cadence of a long run."""
-    shared = compose.read_tree(compose.conf_dir() / scenarios.GROUP / f"{compose.BASE}.yaml")["train"]
+    shared = conf_files.read_tree(conf_files.conf_dir() / scenarios.GROUP / f"{conf_files.BASE}.yaml")["train"]
     return [
         *shared,
         "model.dim=64",

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, final
 
-from harness.config import compose
+from harness.config import compose, conf_files
 from harness.config.errors import ConfigError, require
 from harness.core.events import ActionKind, FindingKind
 from harness.faults.fault_plan import Fault, FaultPlan
@@ -134,7 +134,7 @@ class Scenario:
 
 def names() -> tuple[str, ...]:
     """Names of all scenarios."""
-    return compose.options_of(GROUP)
+    return conf_files.options_of(GROUP)
 
 
 def load_scenario(name: str, overrides: Sequence[str] = ()) -> Scenario:
@@ -143,8 +143,8 @@ def load_scenario(name: str, overrides: Sequence[str] = ()) -> Scenario:
         close = difflib.get_close_matches(name, names(), n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ConfigError(GROUP, f"no scenario {name!r}; choose one of {', '.join(names())}, or all{hint}")
-    folder = compose.conf_dir() / GROUP
-    base, own = (compose.read_tree(folder / f"{stem}.yaml") for stem in (compose.BASE, name))
+    folder = conf_files.conf_dir() / GROUP
+    base, own = (conf_files.read_tree(folder / f"{stem}.yaml") for stem in (conf_files.BASE, name))
     own["train"] = [*base.get("train", []), *own.get("train", [])]
     return compose.load_typed(Scenario, GROUP, [base, own], [text for text in overrides if changes_scenario(text)])
 

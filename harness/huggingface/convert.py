@@ -33,6 +33,7 @@ from harness.checkpoint.integrity import Damaged
 from harness.config import compose
 from harness.config.data import DataKind
 from harness.config.errors import ConfigError, require
+from harness.config.explain import explain
 from harness.config.model import ModelConfig
 from harness.config.precision import PrecisionKind
 from harness.config.schema import Config
@@ -107,7 +108,7 @@ def read_config(run: RunDir) -> Config:
     except FileNotFoundError:
         raise ConfigError(str(run.config), "is missing; is this a run directory that has trained?") from None
     except Exception as error:
-        raise ConfigError(str(run.config), f"cannot be read: {compose.explain(error)}") from None
+        raise ConfigError(str(run.config), f"cannot be read: {explain(error)}") from None
 
 
 @contextmanager

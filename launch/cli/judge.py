@@ -23,7 +23,7 @@ import yaml
 from harness.analysis.judge.foreign_logs import NAMES, read_records
 from harness.analysis.judge.incident_groups import IncidentGroup, IncidentGrouper
 from harness.analysis.judge.judge_picture import Trace, draw
-from harness.config.compose import conf_dir
+from harness.config.conf_files import conf_dir
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, require
 from harness.config.sentinel import BudgetConfig, BudgetsConfig, DetectConfig, PolicyConfig
 from harness.core.events import Action, ActionKind, Finding, Outcome, StepRecord

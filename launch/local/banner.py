@@ -12,7 +12,7 @@ from pathlib import Path
 
 from harness.analysis.plan.plan import plan
 from harness.analysis.plan.preflight import parameters_text
-from harness.config import compose
+from harness.config import compose, conf_files
 from harness.config.data import DataKind
 from harness.config.errors import EXIT_DONE, ConfigError
 from harness.config.schema import Config
@@ -109,7 +109,7 @@ def data_text(cfg: Config) -> str:
 
 def sentinel_preset(sentinel: SentinelConfig) -> str:
     """Name of the preset; with the changed keys if it is none of them."""
-    presets = {name: load_preset(name) for name in compose.options_of("sentinel")}
+    presets = {name: load_preset(name) for name in conf_files.options_of("sentinel")}
     for name, preset in presets.items():
         if preset == sentinel:
             return name
@@ -121,8 +121,8 @@ def sentinel_preset(sentinel: SentinelConfig) -> str:
 
 
 def load_preset(name: str) -> SentinelConfig:
-    folder = compose.conf_dir() / "sentinel"
-    trees = [compose.read_tree(folder / f"{file}.yaml") for file in dict.fromkeys([DEFAULT_PRESET, name])]
+    folder = conf_files.conf_dir() / "sentinel"
+    trees = [conf_files.read_tree(folder / f"{file}.yaml") for file in dict.fromkeys([DEFAULT_PRESET, name])]
     own = [{key: value for key, value in tree.items() if key != "defaults"} for tree in trees]
     return compose.load_typed(SentinelConfig, "sentinel", own, [])
 

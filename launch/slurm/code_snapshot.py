@@ -16,7 +16,7 @@ from pathlib import Path
 
 import harness
 import launch
-from harness.config.compose import conf_dir
+from harness.config.conf_files import conf_dir
 from harness.config.errors import ConfigError
 from harness.telemetry.provenance import CARRIED, code
 

@@ -30,7 +30,7 @@ from harness.analysis.sweeps import sweep_record
 from harness.analysis.sweeps.job_result import read_job_result
 from harness.analysis.sweeps.ranking import Basis, score_job
 from harness.analysis.sweeps.sweep_text import finite_or_none
-from harness.config import compose
+from harness.config import compose, conf_files
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_HALTED
 from harness.core import processes
 from harness.core.rundir import RunDir, write_atomically
@@ -148,7 +148,7 @@ def as_override(without: Sequence[str]) -> str:
 
 def list_sets() -> list[tuple[str, ...]]:
     """All sets of removed safeguards of the preset: none, each one, each two."""
-    preset = compose.read_tree(compose.conf_dir() / "sweep" / f"{SWEEP}.yaml")
+    preset = conf_files.read_tree(conf_files.conf_dir() / "sweep" / f"{SWEEP}.yaml")
     choices = re.findall(r"\[(.*?)\]", preset["hydra"]["sweeper"]["params"]["without"])
     return [tuple(filter(None, choice.split(","))) for choice in choices]
 
@@ -196,7 +196,8 @@ def read_run(sweep: Path, job: sweep_record.Job) -> AblationRun:
 def find_removed(settings: dict[str, Any]) -> tuple[str, ...]:
     """The options of the group `without` whose values a config has."""
     values = {
-        name: compose.flat(compose.read_tree(compose.conf_dir() / "without" / f"{name}.yaml")).items() for name in NAMES
+        name: compose.flat(conf_files.read_tree(conf_files.conf_dir() / "without" / f"{name}.yaml")).items()
+        for name in NAMES
     }
     return tuple(name for name in NAMES if all(settings[key] == value for key, value in values[name]))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.config import compose
+from harness.config import compose, conf_files
 from tests.bench import ablation
 from tests.bench.ablation import AblationRun, find_removed, render_table, replace_table, select_sets
 from tests.bench.claims import ROOT
@@ -73,7 +73,7 @@ RUNS = [
 def test_the_preset_removes_none_each_one_and_each_two() -> None:
     expected = [chosen for size in range(3) for chosen in combinations(ablation.NAMES, size)]
     assert ablation.list_sets() == expected
-    assert set(compose.options_of("without")) == set(ablation.NAMES)
+    assert set(conf_files.options_of("without")) == set(ablation.NAMES)
 
 
 @pytest.mark.parametrize("without", [(), ("qk_norm", "warmup"), tuple(ablation.NAMES)], ids=str)

@@ -13,16 +13,17 @@ from typing import Any
 import pytest
 import yaml
 
-from harness.config import compose
+from harness.config import compose, conf_files, default_config
 from harness.config.errors import ConfigError
+from harness.config.explain import explain, keys_of, leaf_keys
 from harness.config.plain_config import build_plain
 from harness.config.schema import Config
 from harness.config.usual_keys import USUAL_KEYS
 from tests import composed
 
 OVERLAYS = ("experiment", "sweep", "without")
-GROUPS = compose.groups()
-OPTIONS = {group: compose.options_of(group) for group in GROUPS}
+GROUPS = conf_files.groups()
+OPTIONS = {group: conf_files.options_of(group) for group in GROUPS}
 
 
 @pytest.mark.parametrize("row", range(max(map(len, OPTIONS.values()))))
@@ -33,12 +34,12 @@ def test_every_file_composes(row: int) -> None:
         chosen["data"] = "files"  # its vocabulary is smaller than 256 bytes
     overrides = [f"+{group}={option}" if group in OVERLAYS else f"{group}={option}" for group, option in chosen.items()]
     cfg = compose.load([*overrides, *(["data.sources.main.paths=[corpus]"] if chosen["data"] == "files" else [])])
-    assert set(compose.plain(cfg)) == set(compose.keys_of(""))
+    assert set(compose.plain(cfg)) == set(keys_of(""))
     check_stored(cfg)
 
 
 def test_every_group_is_a_section_or_an_overlay() -> None:
-    assert set(GROUPS) <= {*compose.keys_of(""), *OVERLAYS}
+    assert set(GROUPS) <= {*keys_of(""), *OVERLAYS}
     chosen_in_file = {field.name for field in fields(Config)} - set(GROUPS)
     assert chosen_in_file == {"run", "train", "eval", "profile"}
 
@@ -218,7 +219,7 @@ def test_a_close_key_is_suggested() -> None:
 
 def test_errors_that_are_not_about_an_override_are_unchanged() -> None:
     error = AttributeError("a bug")
-    assert compose.explain(error, ["optim.lr=1", "model=tiny"]) is error
+    assert explain(error, ["optim.lr=1", "model=tiny"]) is error
 
 
 def test_a_stored_config_without_a_newer_key_still_opens(tmp_path: Path) -> None:
@@ -237,7 +238,7 @@ def test_a_stored_config_without_a_key_that_has_no_default_is_rejected(tmp_path:
         compose.read(tmp_path / "config.yaml")
 
 
-CONF = compose.conf_dir()
+CONF = conf_files.conf_dir()
 
 
 @pytest.mark.parametrize(
@@ -261,20 +262,21 @@ def test_the_default_is_read_without_hydra_as_hydra_composes_it(
     text = (tmp_path / "conf" / file).read_text()
     assert text.count(old) == 1
     (tmp_path / "conf" / file).write_text(text.replace(old, new))
-    monkeypatch.setattr(compose, "conf_dir", lambda: tmp_path / "conf")
+    for module in (compose, default_config):
+        monkeypatch.setattr(module, "conf_dir", lambda: tmp_path / "conf")
     expected = compose.validate(compose.compose_tree([]))
-    read = compose.read_default()
+    read = default_config.read_default()
     assert (read is None) == needs_hydra
     assert repr(compose.load()) == repr(read or expected) == repr(expected)
 
 
 def test_the_unedited_default_is_read_as_hydra_composes_it() -> None:
-    assert repr(compose.read_default()) == repr(compose.validate(compose.compose_tree([])))
+    assert repr(default_config.read_default()) == repr(compose.validate(compose.compose_tree([])))
 
 
 def check_stored(cfg: Config) -> None:
     """A stored config is built without OmegaConf, and equals what OmegaConf composed."""
-    built = build_plain(compose.parse_yaml(compose.to_yaml(cfg)))
+    built = build_plain(conf_files.parse_yaml(compose.to_yaml(cfg)))
     assert built == cfg
     assert repr(built) == repr(cfg), "the types are equal, too"
 
@@ -309,7 +311,7 @@ def test_an_edited_config_is_left_to_omegaconf(key: str, value: Any) -> None:
 
 def edited(key: str, value: Any) -> dict[str, Any]:
     """The tree of a stored config in which one value was changed by hand."""
-    tree: dict[str, Any] = compose.parse_yaml(compose.to_yaml(composed.load()))
+    tree: dict[str, Any] = conf_files.parse_yaml(compose.to_yaml(composed.load()))
     section, _, name = key.rpartition(".")
     (tree[section] if section else tree)[name] = value
     return tree
@@ -348,8 +350,8 @@ def test_every_usual_name_leads_to_a_key() -> None:
     keys = compose.flat(compose.plain(compose.load()))
     for name, key in USUAL_KEYS.items():
         section, _, last = key.rpartition(".")
-        assert key in keys or last in compose.keys_of(section), name
-        assert name not in compose.leaf_keys(), f"{name} is a key itself"
+        assert key in keys or last in keys_of(section), name
+        assert name not in leaf_keys(), f"{name} is a key itself"
 
 
 def test_a_deterministic_run_rejects_delayed_scaling() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from harness.config import compose
+from harness.config import conf_files
 from harness.config.errors import ConfigError
 from harness.drills import directories, scenario
 from harness.faults.fault_plan import FaultKind
@@ -30,7 +30,7 @@ def test_every_kind_of_fault_has_a_scenario() -> None:
 
 
 def test_overrides_of_a_scenario_follow_those_of_the_base() -> None:
-    base = yaml.safe_load((compose.conf_dir() / "drill/base.yaml").read_text())["train"]
+    base = yaml.safe_load((conf_files.conf_dir() / "drill/base.yaml").read_text())["train"]
     hung = scenario.load_scenario("hung_rank").train
     assert hung[: len(base)] == base
     assert hung[len(base) :] == ["launch.hang_after_s=30", "parallel.timeout_s=60"]

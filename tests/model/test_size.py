@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from harness.config.compose import conf_dir
+from harness.config.conf_files import conf_dir
 from harness.config.model import ModelConfig
 from harness.model.size import (
     block_shapes,

@@ -18,7 +18,7 @@ from harness.analysis.plan.memory import OUTSIDE_BYTES, Memory, memory, offloade
 from harness.analysis.plan.preflight import parameters_text
 from harness.analysis.plan.resharding import BYTES_PER_GB
 from harness.checkpoint.ring_cost import num_buffers, num_replica_buffers
-from harness.config import compose
+from harness.config import compose, conf_files
 from harness.config.errors import ConfigError
 from harness.config.model import ModelConfig
 from harness.config.parallel import DeviceKind
@@ -126,11 +126,11 @@ def largest_preset(cfg: Config, machine: MachineMemory, world_size: int) -> str:
 
 def model_presets() -> dict[str, ModelConfig]:
     """The models of `conf/model`, by name."""
-    folder = compose.conf_dir() / "model"
-    base = compose.read_tree(folder / f"{compose.BASE}.yaml")
+    folder = conf_files.conf_dir() / "model"
+    base = conf_files.read_tree(folder / f"{conf_files.BASE}.yaml")
     presets = {}
-    for name in compose.options_of("model"):
-        tree = compose.read_tree(folder / f"{name}.yaml")
+    for name in conf_files.options_of("model"):
+        tree = conf_files.read_tree(folder / f"{name}.yaml")
         own = {key: value for key, value in tree.get("model", tree).items() if key != "defaults"}
         presets[name] = compose.load_typed(ModelConfig, "model", [base, own], [])
     return presets

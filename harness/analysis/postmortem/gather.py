@@ -33,7 +33,7 @@ from harness.analysis.postmortem.recorded_batch import entropy, rarest
 from harness.analysis.replay.history import read_replay
 from harness.analysis.replay.measured_step import add_measurements
 from harness.checkpoint.catalog import Health, list_checkpoints
-from harness.config import compose
+from harness.config import compose, conf_files
 from harness.config.errors import ConfigError, StorageError, require
 from harness.core import events
 from harness.core.batch_sizes import read_token_schedule
@@ -300,7 +300,7 @@ def settings_of(run: RunDir) -> dict[str, Any]:
     Credentials are removed, because evidence is shared.
     """
     try:
-        settings = compose.flat(compose.read_tree(run.config))
+        settings = compose.flat(conf_files.read_tree(run.config))
     except ConfigError:
         return {}
     return {key: without_credentials(value) if isinstance(value, str) else value for key, value in settings.items()}

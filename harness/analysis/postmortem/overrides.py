@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from harness.config import compose
+from harness.config import compose, conf_files
 from harness.config.data import DataKind
 from harness.config.errors import ConfigError
 from harness.config.optim import OptimConfig, OptimizerKind, ScheduleKind
@@ -60,7 +60,7 @@ def groups_of(cfg: Config) -> list[str]:
     return [
         f"{group}={option}"
         for group, option in chosen.items()
-        if option in compose.options_of(group) and option != defaults[group]
+        if option in conf_files.options_of(group) and option != defaults[group]
     ]
 
 

@@ -15,7 +15,8 @@ from typing import Any, Protocol, TypeVar
 
 import yaml
 
-from harness.config.compose import keys_of, load_typed
+from harness.config.compose import load_typed
+from harness.config.explain import keys_of
 from harness.config.telemetry import TelemetryConfig
 from harness.core.events import SystemSampled
 from harness.core.rundir import RunDir, write_atomically

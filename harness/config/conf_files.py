@@ -1,0 +1,58 @@
+"""The YAML files of `conf/`: where they are, how they are parsed, and the config groups that they form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from harness.config.errors import ConfigError, require
+
+BASE = "base"
+"""Name of the file with the common values of a group; it is not an option."""
+FAST_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""The parser in C, which takes a tenth of the time, where PyYAML was built with it."""
+NOT_RUN_GROUPS = ("drill", "hydra")
+"""Folders of `conf/` that are not config groups of a run."""
+
+
+def conf_dir() -> Path:
+    """The directory of the YAML files: inside the package if installed, beside it in a checkout."""
+    here = Path(__file__).resolve().parents[1]
+    installed = here / "conf"
+    return installed if installed.is_dir() else here.parent / "conf"
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """Read a YAML file that holds a mapping."""
+    try:
+        tree = parse_yaml(path.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
+    except yaml.YAMLError:
+        raise ConfigError(str(path), "is not valid YAML") from None
+    require(isinstance(tree, dict), str(path), "must be a mapping of keys to values")
+    return dict(tree)
+
+
+def parse_yaml(text: str) -> Any:
+    """The tree of a YAML text. A start of a rank reads its config half a dozen times."""
+    return yaml.load(text, Loader=FAST_LOADER)
+
+
+def groups() -> tuple[str, ...]:
+    """Names of the config groups of a run."""
+    folders = sorted(path.name for path in conf_dir().iterdir() if path.is_dir())
+    return tuple(name for name in folders if name not in NOT_RUN_GROUPS)
+
+
+def list_groups() -> str:
+    """One line per config group with its options, for --help."""
+    return "\n".join(f"{group}: {', '.join(options_of(group))}" for group in groups())
+
+
+def options_of(group: str) -> tuple[str, ...]:
+    """Options of a config group; empty if there is no such group."""
+    files = (conf_dir() / group).glob("*.yaml") if group.isidentifier() else ()
+    return tuple(sorted(file.stem for file in files if file.stem != BASE))
