@@ -173,7 +173,7 @@ def test_the_wheel_contains_conf_scripts_and_data(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     script = (
-        "from harness.config import conf_files; print(conf_files.conf_dir());"
+        "from harness.config import compose, conf_files; print(conf_files.conf_dir());"
         "compose.load(['model=7b', '+experiment=rare_tail'])"
     )
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
