@@ -22,15 +22,18 @@ def read_default() -> Config | None:
     own.pop("hydra", None)
     tree: dict[str, Any] = {}
     for entry in defaults:
-        match entry if isinstance(entry, str) else next(iter(entry.items())):
-            case "_self_":
-                merge(tree, own)
-            case (str(group), option) if (values := _read_option(group, option)) is not None:
-                merge(tree, {group: values})
-            case (str(key), _) if key.startswith("override hydra/"):
-                pass
+        match entry:
             case "schema":
                 pass
+            case "_self_":
+                merge(tree, own)
+            case dict() if len(entry) == 1:
+                ((group, option),) = entry.items()
+                if str(group).startswith("override hydra/"):
+                    continue
+                if (values := _read_option(group, option)) is None:
+                    return None
+                merge(tree, {group: values})
             case _:
                 return None
     return build_plain(tree) if "_self_" in defaults else None

@@ -48,6 +48,8 @@ def main() -> int:
     parser.add_argument("--show", type=Path)
     options, arguments = parser.parse_known_args()
     if options.show:
+        if not options.show.is_file():
+            parser.error(f"--show: {options.show}: no such file")
         print(render(options.show))
         return 0
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Outcome and seconds of each test, as JSON lines, and a Markdown table of them.
+"""Outcome and seconds (without the teardown) of each test, as JSON lines, and a Markdown table of them.
 
 A whole run takes longer than some machines are lent for. So each call appends to the file, one line when a test has
 ended: calls can be added up, and one that was cut off counts as far as it came. The newest line of a test counts.
@@ -20,21 +20,30 @@ class Recorder:
 
     def __init__(self, file: Path, versions: str) -> None:
         self._file, self._versions = file, versions
-        self._seconds: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Called for the set-up, the call and the teardown of each test; with xdist, in the main process."""
         test = report.nodeid
-        self._seconds[test] += report.duration  # type: ignore[assignment]
-        if report.when == "call" or report.outcome != "passed":
-            is_tuple = report.skipped and isinstance(report.longrepr, tuple)
-            reason = report.longrepr[2].removeprefix("Skipped: ") if is_tuple else ""  # type: ignore[index]
-            self._append(test, report.outcome, reason)
-
-    def _append(self, test: str, outcome: str, reason: str) -> None:
-        line = {"test": test, "outcome": outcome, "seconds": round(self._seconds[test], 3), "reason": reason}
+        self._seconds[test] += report.duration
+        if report.when != "call" and report.outcome == "passed":
+            return
+        line = {
+            "test": test,
+            "outcome": report.outcome,
+            "seconds": round(self._seconds[test], 3),
+            "reason": _skip_reason(report),
+            "versions": self._versions,
+        }
         with self._file.open("a") as file:
-            file.write(json.dumps(line | {"versions": self._versions}) + "\n")
+            file.write(json.dumps(line) + "\n")
+
+
+def _skip_reason(report: pytest.TestReport) -> str:
+    match report.longrepr:
+        case (_, _, str(reason)) if report.skipped:
+            return reason.removeprefix("Skipped: ")
+    return ""
 
 
 def render(file: Path) -> str:
@@ -44,14 +53,14 @@ def render(file: Path) -> str:
         record = json.loads(line)
         newest[record["test"]] = record
     outcomes: dict[str, Counter[str]] = defaultdict(Counter)
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for test, record in newest.items():
         outcomes[test.split("::")[0]][record["outcome"]] += 1
         seconds[test.split("::")[0]] += record["seconds"]
     lines = [*dict.fromkeys(record["versions"] for record in newest.values()), ""]
     lines += [f"| file | {' | '.join(OUTCOMES)} | seconds |", "|---|---|---|---|---|"]
     lines += [_row(name, outcomes[name], seconds[name]) for name in sorted(outcomes)]
-    lines.append(_row("all", sum(outcomes.values(), Counter()), seconds.total()))
+    lines.append(_row("all", sum(outcomes.values(), Counter()), sum(seconds.values())))
     reasons = Counter(record["reason"] for record in newest.values() if record["outcome"] == "skipped")
     lines += [f"\n{count} skipped: {reason}" for reason, count in reasons.items()]
     lines += [f"\nfailed: {test}" for test, record in newest.items() if record["outcome"] == "failed"]
