@@ -120,7 +120,9 @@ def _list_blocks(
 
 
 def _list_chosen(chosen: Tensor) -> list[BlockLists]:
-    """The lists of the chosen blocks, of each kind."""
+    """The lists of the chosen blocks, of each kind. The kernels of `flex_attention` ignore the stride of a row's
+    indices: they must be contiguous."""
+    chosen = chosen.contiguous()  # argsort keeps the strides of its input
     counts = chosen.sum(dim=-1, dtype=torch.int32)
     indices = chosen.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
     return [BlockLists(*pair) for pair in zip(counts.unbind(), indices.unbind(), strict=True)]

@@ -54,7 +54,7 @@ from tests.bench.gpu.kernels import device_events
 from tests.bench.gpu.scatter_cost import shortest_launches
 from tests.gpu.nccl import read_logs, run_ranks
 
-WARMUP_STEPS, NUM_STEPS = 2, 2
+WARMUP_STEPS, NUM_STEPS = 1, 2
 WORKER = "import sys; from tests.bench import context; getattr(context, sys.argv[2])(*sys.argv[1:2], *sys.argv[3:])"
 EXIT_FAILED = 1
 OUT_OF_MEMORY = "OutOfMemoryError"

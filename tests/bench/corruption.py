@@ -29,11 +29,9 @@ import tempfile
 from contextlib import closing
 from dataclasses import replace
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 
-import tests.distributed.pool
 from harness.config.compose import load
 from harness.distributed.bit_digests import Computation
 from harness.distributed.collectives import all_reduce_sum
@@ -231,12 +229,7 @@ def main() -> None:
     parser.add_argument("--block-steps", type=int, default=10, help="steps of a block")
     options = parser.parse_args()
     small = (*SMALL, *options.overrides)
-    pool = Pool()
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        patch.object(tests.distributed.pool, "CASE_TIMEOUT_S", CASE_LIMIT_S),
-        closing(pool),
-    ):
+    with tempfile.TemporaryDirectory() as directory, closing(Pool(timeout_s=CASE_LIMIT_S)) as pool:
         if "seeds" in options.only:
             found = pool.run(
                 options.ranks, inspect_run_with, f"{directory}/seeds", small, find_seeds, options.seeds, options.every

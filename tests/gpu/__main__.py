@@ -3,6 +3,7 @@
     python -m tests.gpu [pytest arguments]
     python -m tests.gpu -n 6 --dist loadgroup        on many cores; tests that share ranks stay together
     python -m tests.gpu --add-to FILE -k context     in parts: the table is of all calls with this file
+    python -m tests.gpu --add-to FILE -m alone       what is skipped with several workers
     python -m tests.gpu --show FILE                  the table alone, on any machine
 
 Exit code 2 without a CUDA device, otherwise pytest's.
@@ -55,11 +56,10 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("tests.gpu: torch finds no CUDA device", file=sys.stderr)
         return 2
-    selected = any(Path(argument.partition("::")[0]).exists() for argument in arguments)
     with TemporaryDirectory() as scratch:
         file = options.add_to or Path(scratch) / "results.jsonl"
         plugins = [Recorder(file, versions())]
-        code = pytest.main(arguments if selected else [str(DIRECTORY), *arguments], plugins=plugins)
+        code = pytest.main(["--override-ini", f"testpaths={DIRECTORY}", *arguments], plugins=plugins)
         if file.exists():
             print(f"\n{render(file)}")
     return int(code)

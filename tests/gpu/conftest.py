@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.distributed.pool import Pool
+
+
+@pytest.fixture(autouse=True)
+def _alone(request: pytest.FixtureRequest) -> None:
+    """A test that compares times of kernels needs a GPU on which no other test runs."""
+    if request.node.get_closest_marker("alone") and int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
+        pytest.skip("needs the GPU to itself: run it with -m alone and one worker")
 
 
 @pytest.fixture(scope="module")

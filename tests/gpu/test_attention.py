@@ -340,7 +340,7 @@ def test_a_run_with_documents_trains_as_with_the_dense_mask(
     assert run_manifest(cfg, parts, DeterministicSettings())["attention"] == "flex_attention, block-sparse"
     disconnect()
 
-    monkeypatch.setattr(harness.model.attention_layer, "flex_obstacle", lambda *_: "for comparison")
+    monkeypatch.setattr(harness.model.attention_layer, "flex_obstacle", lambda *_, **__: "for comparison")
     parts, cfg = start("parallel.compile=false")
     dense = train(parts, cfg, 0, 2)
     train(parts, cfg, 2, 4)

@@ -28,6 +28,7 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.xdist_group("context"),
+    pytest.mark.filterwarnings("ignore"),  # from torch.compile and NCCL
 ]
 
 LENGTH = 1024

@@ -39,6 +39,7 @@ def read_findings(run: RunDir) -> list[Finding]:
     return [event for event in read(run.events) if isinstance(event, Finding)]
 
 
+@pytest.mark.alone
 def test_a_slow_device_is_found_by_its_kernel_time(tmp_path: Path) -> None:
     run = run_drill(tmp_path, "slow_device", "drill.fault.factor=0.5", "precision=bf16")
     events = list(read(run.events))

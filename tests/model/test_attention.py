@@ -82,6 +82,7 @@ def assert_same_lists(own: BlockSparseMask, expected: BlockMask) -> None:
         lists = getattr(own, name)
         for field, tensor in zip(lists._fields, lists, strict=True):
             assert tensor.dtype is torch.int32
+            assert tensor.is_contiguous(), "the kernels on a GPU assume it"
             assert torch.equal(tensor, getattr(theirs, field)), (name, field)
 
 
