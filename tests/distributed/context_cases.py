@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+import harness.distributed.context
+from harness.analysis.plan.traffic import SEQUENCES, collectives
 from harness.analysis.replay.activation_probe import measure_activations, reduce_measurements
 from harness.analysis.replay.samples import measure_samples
 from harness.build import Parts
-from harness.distributed.collectives import all_reduce_sum
+from harness.distributed.collectives import all_gather_stack, all_reduce_sum, reduce_scatter_stack
 from harness.distributed.context import ContextSplit, gather_keys_and_values, join_chunks, join_context, part_chunks
 from harness.distributed.context import split_of as split_of_world
 from harness.distributed.reduce_scatter import CommStats
-from harness.distributed.world import connect
+from harness.distributed.world import ContextGroup, connect
 from harness.step import differentiate, forward_backward, loss_sums, reduce_signals
 from tests.distributed.cases import _build, full, tiny
 
@@ -46,6 +50,35 @@ def one_step(*overrides: str) -> dict[str, Any]:
         "held_out": held_out.tolist(),
         "fingerprint": batch.facts.fingerprint,
     }
+
+
+def exchanges_of_a_step(*overrides: str) -> tuple[Counter[tuple[str, int]], Counter[tuple[str, int]]]:
+    """Collectives of keys and values in a step, and those of the plan: (kind, bytes of the whole tensor) -> calls."""
+    cfg = tiny(*overrides)
+    parts = _build(cfg)
+    found: Counter[tuple[str, int]] = Counter()
+
+    def gather(local: Tensor, num_ranks: int, group: ContextGroup) -> Tensor:
+        found["all_gather", local.nbytes * num_ranks] += 1
+        return all_gather_stack(local, num_ranks, group)
+
+    def scatter(stacked: Tensor, group: ContextGroup) -> Tensor:
+        found["reduce_scatter", stacked.nbytes] += 1
+        return reduce_scatter_stack(stacked, group)
+
+    with (
+        patch.object(harness.distributed.context, "all_gather_stack", gather),
+        patch.object(harness.distributed.context, "reduce_scatter_stack", scatter),
+    ):
+        forward_backward(parts, parts.batches[0], cfg=cfg, probe=False)
+    planned = Counter(
+        {
+            (each.kind.value, each.num_bytes): each.num_calls
+            for each in collectives(cfg, world_size=parts.world.size)
+            if each.of == SEQUENCES
+        }
+    )
+    return found, planned
 
 
 def row_losses(*overrides: str) -> tuple[Tensor, Tensor]:

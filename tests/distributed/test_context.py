@@ -87,6 +87,15 @@ def test_a_step_equals_that_of_one_rank(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_the_plan_knows_what_is_exchanged(ranks: Pool, checkpointing: str) -> None:
+    overrides = (f"parallel.activation_checkpointing={checkpointing}", "train.micro_batch_size=1", "parallel.context=2")
+    for found, planned in ranks.run(2, context_cases.exchanges_of_a_step, *overrides):
+        assert found == planned
+        assert found.total() > 0
+
+
+@pytest.mark.full
 def test_a_run_has_the_same_data_and_losses_with_any_context(ranks: Pool, tmp_path: Path) -> None:
     common = ("train.num_steps=7", "sentinel.probe_every=4", "sentinel.sdc.every=3", "data.document_mask=true")
     _, alone = ranks.run(1, cases.run, str(tmp_path), "run.name=alone", *common)[0]

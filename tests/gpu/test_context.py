@@ -170,7 +170,8 @@ STEPS = [
     pytest.param(2, 2, ("precision=fp8",), (*COMPILED, *FULL), id="2 ranks, fp8"),
 ]
 TOLERANCES = {"precision=fp32": (1e-5, 1e-4), "precision=bf16": (2e-3, 3e-2), "precision=fp8": (5e-3, 1.5e-1)}
-"""Relative error of the loss, and of the gradient of a weight."""
+"""Relative error of losses, and of the gradient of a weight. The second is also the share of tokens whose loss may be
+counted in another bin of the histogram."""
 
 
 @pytest.mark.parametrize(("num_ranks", "context", "common", "others"), STEPS)
@@ -201,6 +202,12 @@ def test_a_step_equals_that_of_one_rank(
             flush=True,
         )
         assert result["loss"] == pytest.approx(expected["loss"], rel=loss_tolerance)
+        own, whole = result["sums"], expected["sums"]
+        assert own["source_tokens"] == whole["source_tokens"]
+        assert own["source_losses"] == pytest.approx(whole["source_losses"], rel=loss_tolerance)
+        moved = sum(abs(mine - theirs) for mine, theirs in zip(own["token_losses"], whole["token_losses"], strict=True))
+        assert sum(own["token_losses"]) == sum(whole["token_losses"]) > 0
+        assert moved / 2 <= gradient_tolerance * sum(whole["token_losses"])
         assert result["held_out"] == pytest.approx(expected["held_out"], rel=loss_tolerance)
         assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=gradient_tolerance)
         assert errors[worst] < gradient_tolerance, worst

@@ -219,8 +219,7 @@ def _attention_s(cfg: Config, tokens: int, peak: float, rates: KernelRates) -> f
     num_matmuls = 9 if cfg.parallel.activation_checkpointing is ActivationCheckpointing.full else 7
     if has_dense_mask(cfg):
         return num_matmuls * 2 * tokens * model.dim * length / (rates.masked_attention * peak)
-    is_sparse = cfg.data.document_mask or cfg.parallel.context > 1
-    rate = rates.block_sparse_attention if is_sparse else rates.attention
+    rate = rates.block_sparse_attention if cfg.data.document_mask else rates.attention
     flops = num_matmuls * tokens * model.dim * (length + rates.attention_overhead_tokens)
     softmax = (1 + rates.softmax_head_dim / model.head_dim) / (1 + rates.softmax_head_dim / 128)
     return flops * softmax / (rate * peak)

@@ -34,6 +34,9 @@ DELAYED_3B = Run("2026-11-16 00:25", "python -m tests.bench.gpu --models 3b --ro
 TABLE = Run("2026-11-16 03:50", "python -m tests.bench.gpu --rows ours-bf16 ours-fp8 ours-fp8-delayed torchtitan")
 
 
+CONTEXT = Run("2026-11-18 09:23", "python -m tests.bench.context kernels; python -m tests.bench.context memory")
+
+
 class Measured(NamedTuple):
     """One configuration."""
 
@@ -110,3 +113,27 @@ ROWS = (
 """(1), (2): the same configuration in earlier runs. The step times of 0.704 and 0.814 s were recorded as MFU, 45.2 and
 39.1 %. Not here: the peak of 1b in fp8, not compiled (73.20 GB, the fp8 run). SwiGLU became one operator later, which
 no longer keeps silu(gate): 8.86 GB less, not measured since."""
+
+
+class Shared(NamedTuple):
+    """One long sequence of 1b on the ranks of a context group, with full checkpointing (`CONTEXT`)."""
+
+    tokens: int
+    num_ranks: int
+    kernel_s: float
+    """Of the first rank, without collectives; weights and moments are not sharded."""
+    peak_bytes: float | None = None
+    """Of a rank; weights and moments are sharded over the ranks."""
+
+    def config(self) -> Config:
+        sequence = (f"train.sequence_length={self.tokens}", "train.batch_size=1", "sentinel.held_out_rows=0")
+        return config(FULL, *sequence, f"parallel.context={self.num_ranks}")
+
+
+SHARED = (
+    Shared(32_768, 1, 1.319, 22.6 * GIB),
+    Shared(32_768, 4, 0.385, 8.2 * GIB),
+    Shared(131_072, 1, 15.774, 40.5 * GIB),
+    Shared(131_072, 2, 8.602),
+    Shared(131_072, 4, 4.199, 13.3 * GIB),
+)

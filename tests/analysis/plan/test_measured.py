@@ -10,9 +10,9 @@ from harness.analysis.plan.calibration import NUM_STEPS, TOLERANCE, sizes, unmea
 from harness.analysis.plan.memory import memory
 from harness.analysis.plan.plan import plan
 from harness.analysis.plan.plan_text import render, render_table
-from harness.analysis.plan.work import RATES
+from harness.analysis.plan.work import RATES, work
 from tests.analysis.plan.calibrate import FITTED, Step, fit, left_out_errors, measured_steps
-from tests.analysis.plan.measured import ROWS, Measured, config
+from tests.analysis.plan.measured import ROWS, SHARED, Measured, Shared, config
 
 MEMORY_TOLERANCE = 0.03
 FIT_TOLERANCE = 0.02
@@ -39,6 +39,16 @@ def test_measured_step_times_are_planned_within_the_tolerance(row: Measured) -> 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.peak_bytes is not None], ids=names)
 def test_measured_peaks_are_planned_within_the_tolerance(row: Measured) -> None:
     assert memory(row.config(), world_size=1).peak_bytes == pytest.approx(row.peak_bytes, rel=MEMORY_TOLERANCE)
+
+
+@pytest.mark.parametrize("row", SHARED, ids=lambda row: f"{row.tokens} tokens, {row.num_ranks} ranks")
+def test_long_sequences_on_several_ranks_are_planned_within_the_tolerance(row: Shared) -> None:
+    cfg = row.config()
+    planned = work(cfg, world_size=row.num_ranks)
+    assert planned is not None
+    assert planned.total_s == pytest.approx(row.kernel_s, rel=TOLERANCE)
+    if row.peak_bytes is not None:
+        assert memory(cfg, world_size=row.num_ranks).peak_bytes == pytest.approx(row.peak_bytes, rel=TOLERANCE)
 
 
 def test_the_time_with_documents_is_that_of_long_documents() -> None:
