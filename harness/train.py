@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 from harness.build import Parts, build, build_meter, closing_parts, run_manifest
@@ -40,6 +41,7 @@ from harness.core.state import RunState
 from harness.data.batch import Batch
 from harness.data.batch_facts import facts_to_record
 from harness.distributed.collectives import enter_on_all_ranks, run_on_all_ranks, run_on_rank_zero
+from harness.distributed.compile_cache import compile_cache, compiles
 from harness.distributed.determinism import DeterministicSettings, deterministic_algorithms
 from harness.distributed.world import World, connected, rank_from_environment
 from harness.precision.attention import fast_attention
@@ -295,7 +297,10 @@ def run_worker(cfg: Config, outfit: Outfit = as_built) -> int:
         fast_attention(),
         run_lease.holding(),
         connected(cfg.parallel, ranks_per_gpu=cfg.launch.ranks_per_gpu) as world,
+        compile_cache(Path(cfg.run.dir), enabled=compiles(cfg.parallel, world.device)) as obstacle,
     ):
+        if world.is_first and obstacle:
+            print(f"compiled kernels are not kept for the next start: {obstacle}", flush=True)
         run_on_all_ranks(lambda: require_engine(cfg.precision, world.device))
         restore_remote_run(cfg)
         data = resolve_run_data(cfg, world=world)

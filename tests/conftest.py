@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 from harness.core.fast_imports import loading
+from harness.distributed.compile_cache import VARIABLES
 from launch.local.thread_count import num_cores
 from tests.distributed.pool import Pool
 
@@ -93,6 +95,10 @@ Files that mostly wait come second, while the first one computes."""
 
 FULL_MARK = "pytest.mark.full"
 """Every file with full tests holds this text; a collection fails for one that gets its mark from elsewhere."""
+
+for name, directory in VARIABLES.items():
+    os.environ.setdefault(name, f"{tempfile.gettempdir()}/harness-tests-{os.getuid()}/{directory}")
+"""Tests share compiled kernels, which would otherwise be kept beside the runs of each."""
 
 settings.register_profile("no deadline", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("no deadline")

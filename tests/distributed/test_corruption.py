@@ -14,6 +14,7 @@ from tests.distributed import cases, corruption_cases
 from tests.distributed.corruption_cases import CheckedSteps
 from tests.distributed.drill_cases import inspect_run_with
 from tests.distributed.pool import Pool
+from tests.graph_compiler import run_without_kernels
 
 LAYER = "blocks.1.mlp.up"
 
@@ -22,7 +23,8 @@ def run_steps(
     ranks: Pool, size: int, tmp_path: Path, fault: dict[str, Any] | None, distances: list[int | None], *overrides: str
 ) -> CheckedSteps:
     """The steps on `size` ranks; all ranks report the same."""
-    seen = ranks.run(size, inspect_run_with, str(tmp_path), overrides, corruption_cases.checked_steps, fault, distances)
+    arguments = (str(tmp_path), overrides, corruption_cases.checked_steps, fault, distances)
+    seen = ranks.run(size, run_without_kernels, inspect_run_with, *arguments)
     assert all(each == seen[0] for each in seen)
     result: CheckedSteps = seen[0]
     return result

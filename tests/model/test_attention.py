@@ -45,10 +45,10 @@ from harness.model.transformer import Transformer, build_block, rotary_tables
 from harness.precision.mixed_precision import linear
 from harness.precision.te_attention import te_attention, te_attention_obstacle
 from tests.composed import load
+from tests.graph_compiler import BACKEND, without_kernels
 from tests.no_sync import no_sync
 
 MakeConfig = Callable[..., ModelConfig]
-LIKE_INDUCTOR = "aot_eager_decomp_partition"
 CUDA = torch.device("cuda")
 SLOW_EAGER = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 
@@ -188,10 +188,10 @@ def test_flex_attention_equals_the_dense_mask(has_documents: bool) -> None:
 def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Lets `flex_attention` differentiate on a CPU, by torch's reference of its kernels, in fp32."""
     monkeypatch.setattr(torch_attention.flex_attention, "_validate_device", lambda *_tensors: None)
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=LIKE_INDUCTOR))
     monkeypatch.setattr(harness.model.attention_layer, "HALF", (torch.float32,))
     harness.model.attention_layer._compiled_attend_blocks.cache_clear()
-    yield
+    with without_kernels():
+        yield
     harness.model.attention_layer._compiled_attend_blocks.cache_clear()
     torch._dynamo.reset()
 
@@ -332,7 +332,7 @@ def test_deterministic_attention_in_a_block(
     compiled: bool,
 ) -> None:
     """Selective checkpointing saves the output of the forward operator."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=LIKE_INDUCTOR))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=BACKEND))
     cfg = make_config(dim=64, num_heads=4, num_kv_heads=2)
     expected = block_gradients(cfg, None, kind=ActivationCheckpointing.none, compiled=False)
     monkeypatch.setattr(

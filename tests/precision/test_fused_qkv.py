@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -21,19 +20,18 @@ from harness.precision.fp8.linear import Fp8Linear, Recipe, Switch
 from harness.precision.fused_qkv import apply_rope, can_fuse_qkv, project_qkv_rope
 from harness.precision.mixed_precision import linear
 from tests.composed import load
+from tests.graph_compiler import without_kernels
 
 MakeConfig = Callable[..., ModelConfig]
 NUM_ROWS, LENGTH = 2, 6
-LIKE_INDUCTOR = "aot_eager_decomp_partition"
-"""Inductor's partitioning without its kernels: what is recomputed is decided before code generation."""
 
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compiled attention fuses QKV, as it does on a GPU."""
     monkeypatch.setattr(fused_qkv, "is_compiled_for_cuda", lambda _hidden: torch.compiler.is_compiling())
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=LIKE_INDUCTOR))
-    yield
+    with without_kernels():
+        yield
     torch._dynamo.reset()
 
 

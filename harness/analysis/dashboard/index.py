@@ -64,9 +64,10 @@ class RunRow:
 
 
 def find_runs(root: Path) -> Iterator[RunDir]:
-    """All run directories at or below `root`, sorted by name; directories inside a run are not searched."""
+    """All run directories at or below `root`, sorted by name; directories inside a run and hidden ones are not
+    searched."""
     for path, folders, files in os.walk(root):
-        folders.sort()
+        folders[:] = sorted(folder for folder in folders if not folder.startswith("."))
         if "events.jsonl" in files:
             folders.clear()
             yield RunDir(Path(path))

@@ -44,6 +44,7 @@ from harness.core.events import StepRecord, encode
 from harness.core.rundir import RunDir, write_atomically
 from harness.core.state import RunState
 from harness.distributed.collectives import all_reduce_sum, gather_results
+from harness.distributed.compile_cache import compile_cache, compiles
 from harness.distributed.determinism import deterministic_algorithms
 from harness.distributed.fsdp import run_eagerly
 from harness.distributed.shards import local
@@ -95,6 +96,7 @@ def run_replay_worker(request: ReplayRequest, cfg: Config) -> int:
         deterministic_algorithms(enabled=cfg.run.deterministic),
         fast_attention(),
         connected(cfg.parallel, ranks_per_gpu=cfg.launch.ranks_per_gpu) as world,
+        compile_cache(request.run.parent, enabled=compiles(cfg.parallel, world.device)),
         closing_parts(build(cfg, world, RunDir(request.run))) as parts,
         emulate_half_matmul(cfg.precision.kind, world.device),
     ):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -24,20 +21,10 @@ from harness.precision.fp8.layers import convert_to_fp8
 from harness.precision.mixed_precision import DTYPES, linear
 from tests.analysis.plan.shadow import fused_norms
 from tests.composed import load
+from tests.graph_compiler import without_kernels
 
 NUM_ROWS = 2
 IN_FP8 = ["model=tiny", "precision=fp8_emulated", "train.sequence_length=64"]
-LIKE_INDUCTOR = "aot_eager_decomp_partition"
-"""Compiles graphs, not kernels: saved tensors are decided before kernels are generated."""
-
-
-@contextmanager
-def like_inductor() -> Iterator[None]:
-    """Use this backend for everything compiled inside the context."""
-    compiler = partial(torch.compile, backend=LIKE_INDUCTOR)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", compiler)
-        yield
 
 
 def kept_by(block: Block, cfg: Config) -> int:
@@ -100,7 +87,7 @@ def test_saved_bytes_equal_autograd(overrides: list[str]) -> None:
 def test_selective_checkpointing_saves_nothing_in_fp8() -> None:
     cfg = load([*IN_FP8, "parallel.compile=true", "parallel.activation_checkpointing=selective"])
     block = block_of(cfg)
-    with like_inductor():
+    with without_kernels():
         wrap(block, cfg.parallel)
     num_tokens, projections = NUM_ROWS * cfg.train.sequence_length, fp8_projections(cfg, 0)
     assert kept_by(block, cfg) == num_tokens * kept_bytes(cfg, projections)
@@ -116,7 +103,7 @@ def test_full_checkpointing_saves_only_the_input(precision: str) -> None:
     overrides = [f"precision={precision}", "parallel.compile=true", "parallel.activation_checkpointing=full"]
     cfg = load(["model=tiny", "train.sequence_length=64", *overrides])
     block = block_of(cfg)
-    with like_inductor():
+    with without_kernels():
         wrap(block, cfg.parallel)
     kept, wide = kept_by(block, cfg), DTYPES[PrecisionKind(cfg.precision.kind)].itemsize * cfg.model.dim
     assert wide == kept_bytes(cfg, fp8_projections(cfg, 0))
@@ -134,7 +121,7 @@ def test_fused_qkv_saves_as_much_as_three_projections(monkeypatch: pytest.Monkey
     for is_joined in (False, True):
         monkeypatch.setattr(fused_qkv, "is_compiled_for_cuda", lambda _hidden, is_joined=is_joined: is_joined)
         block = block_of(cfg)
-        with like_inductor():
+        with without_kernels():
             wrap(block, cfg.parallel)
         kept.append(kept_by(block, cfg))
         torch._dynamo.reset()

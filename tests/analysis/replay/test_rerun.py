@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from harness.checkpoint import catalog
 from harness.core import events
 from harness.core.events import StepRecord
 from harness.core.rundir import RunDir
+from harness.distributed.compile_cache import DIRECTORY, VARIABLES
 from harness.distributed.shards import local
 from harness.faults import drill_worker
 from harness.faults.fault_plan import Fault, FaultKind, FaultPlan
@@ -170,9 +172,19 @@ COMPILED = (
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 def test_a_compiled_deterministic_run_is_replayed_compiled(ranks: Pool, tmp_path: Path) -> None:
-    """The hooks that measure the step are called although its blocks are compiled."""
-    assert ranks.run(2, train_in, str(tmp_path), *RUN, *COMPILED) == [0, 0]
-    found = replay_on(ranks, RunDir(tmp_path / "compiled"), iteration=4, overrides=COMPILED)
+    """The hooks that measure the step are called although its blocks are compiled. Kernels are kept beside the run, and
+    a restart compiles no others."""
+    usual = {name: os.environ[name] for name in VARIABLES}
+    ranks.run(2, set_variables, dict.fromkeys(usual))
+    try:
+        assert ranks.run(2, train_in, str(tmp_path), *RUN, *COMPILED) == [0, 0]
+        compiled = compiled_kernels(tmp_path)
+        more = ("train.num_steps=5", "run.resume=changed")
+        assert ranks.run(2, train_in, str(tmp_path), *RUN, *COMPILED, *more) == [0, 0]
+        assert compiled_kernels(tmp_path) == compiled != []
+        found = replay_on(ranks, RunDir(tmp_path / "compiled"), iteration=4, overrides=COMPILED)
+    finally:
+        ranks.run(2, set_variables, usual)
     assert (found["checkpoint"], found["left_the_log_at"], found["nature"]) == (
         "step-00000002-gen-0",
         None,
@@ -191,6 +203,19 @@ def scaled(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     directory = tmp_path_factory.mktemp("scaled")
     assert ranks.run(2, train_in, str(directory), *RUN, *FP16) == [0, 0]
     return RunDir(directory / "scaled")
+
+
+def set_variables(values: Mapping[str, str | None]) -> None:
+    """Set variables of this process; None: remove."""
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def compiled_kernels(runs: Path) -> list[str]:
+    return sorted(file.name for file in (runs / DIRECTORY).rglob("*.so"))
 
 
 def train_in(directory: str, *overrides: str) -> int:
