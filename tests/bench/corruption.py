@@ -61,6 +61,8 @@ MANTISSA_BITS = range(12)
 PATIENCE = 10
 """Multiple of the goal after which a seed is given up."""
 CASE_LIMIT_S = 36_000
+CLEAN_STEPS = 5_000
+"""Of a run with a seed of its own, after which the false alarms so far are printed."""
 
 
 class Found(NamedTuple):
@@ -237,10 +239,13 @@ def main() -> None:
             assert all(each == found[0] for each in found), "ranks differ"
             report_seeds(found[0], every=options.every, num_ranks=options.ranks)
         if "clean" in options.only:
-            alarms = pool.run(
-                options.ranks, inspect_run_with, f"{directory}/clean", small, count_false_alarms, options.steps
-            )
-            print(f"clean: {alarms[0]} false alarms in {options.steps} steps, each checked, {options.ranks} ranks")
+            alarms = 0
+            for first in range(0, options.steps, CLEAN_STEPS):
+                num_steps = min(CLEAN_STEPS, options.steps - first)
+                run = (options.ranks, inspect_run_with, f"{directory}/clean-{first}", (*small, f"run.seed={first}"))
+                alarms += pool.run(*run, count_false_alarms, num_steps)[0]
+                done = f"{first + num_steps:,} steps, each checked, {options.ranks} ranks"
+                print(f"clean: {alarms} false alarms in {done}", flush=True)
     if "cost" in options.only:
         measure_cost(options.overrides, rounds=options.rounds, num_steps=options.block_steps)
 
