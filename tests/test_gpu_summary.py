@@ -7,12 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.gpu.summary import render
+from tests.gpu.summary import passed_tests, render
 
 CASES = """
 import os, signal
 import pytest
 
+@pytest.mark.xdist_group("shared")
 def test_good(): pass
 def test_depends(): assert "MENDED" in os.environ
 @pytest.mark.skip(reason="needs two devices")
@@ -43,6 +44,8 @@ def run_part(directory: Path, *arguments: str, **environment: str) -> int:
 def test_parts_add_up_and_a_part_that_was_killed_counts_as_far_as_it_came(tmp_path: Path) -> None:
     (tmp_path / "test_cases.py").write_text(CASES)
     results = tmp_path / "results.jsonl"
+    assert run_part(tmp_path, "-n", "1", "--dist", "loadgroup", "-k", "good") == 0
+    assert passed_tests(results) == ["test_cases.py::test_good"], "without the group that xdist appends"
     assert run_part(tmp_path, KILLED="1") < 0
     table = render(results)
     assert table.startswith("one GPU\n\n| file | passed | failed | skipped | seconds |\n")

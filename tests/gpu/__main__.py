@@ -3,6 +3,7 @@
     python -m tests.gpu [pytest arguments]
     python -m tests.gpu -n 6 --dist loadgroup        on many cores; tests that share ranks stay together
     python -m tests.gpu --add-to FILE -k context     in parts: the table is of all calls with this file
+    python -m tests.gpu --add-to FILE --rest         those that have not passed in the calls before
     python -m tests.gpu --add-to FILE -m alone       what is skipped with several workers
     python -m tests.gpu --show FILE                  the table alone, on any machine
 
@@ -22,7 +23,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from tests.gpu.summary import Recorder, render
+from tests.gpu.summary import Recorder, passed_tests, render
 
 DIRECTORY = Path(__file__).parent
 
@@ -46,6 +47,7 @@ def versions() -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", add_help=False, allow_abbrev=False)
     parser.add_argument("--add-to", type=Path)
+    parser.add_argument("--rest", action="store_true")
     parser.add_argument("--show", type=Path)
     options, arguments = parser.parse_known_args()
     if options.show:
@@ -53,6 +55,10 @@ def main() -> int:
             parser.error(f"--show: {options.show}: no such file")
         print(render(options.show))
         return 0
+    if options.rest:
+        if not options.add_to:
+            parser.error("--rest: needs --add-to FILE, which says what has passed")
+        arguments += [f"--deselect={test}" for test in passed_tests(options.add_to)]
     if not torch.cuda.is_available():
         print("tests.gpu: torch finds no CUDA device", file=sys.stderr)
         return 2

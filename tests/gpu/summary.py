@@ -7,12 +7,16 @@ ended: calls can be added up, and one that was cut off counts as far as it came.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter, defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 OUTCOMES = ("passed", "failed", "skipped")
+GROUP = re.compile(r"@[\w-]+$")
+"""What xdist appends to the name of a test that shares its worker with others."""
 
 
 class Recorder:
@@ -29,7 +33,7 @@ class Recorder:
         if report.when != "call" and report.outcome == "passed":
             return
         line = {
-            "test": test,
+            "test": GROUP.sub("", test),
             "outcome": report.outcome,
             "seconds": round(self._seconds[test], 3),
             "reason": _skip_reason(report),
@@ -46,12 +50,20 @@ def _skip_reason(report: pytest.TestReport) -> str:
     return ""
 
 
+def read_newest(file: Path) -> dict[str, dict[str, Any]]:
+    """The newest record of each test."""
+    if not file.exists():
+        return {}
+    return {record["test"]: record for record in map(json.loads, file.read_text().splitlines())}
+
+
+def passed_tests(file: Path) -> list[str]:
+    return [test for test, record in read_newest(file).items() if record["outcome"] == "passed"]
+
+
 def render(file: Path) -> str:
     """The versions, a table with a row for each test file, and the reasons for skipped tests."""
-    newest = {}
-    for line in file.read_text().splitlines():
-        record = json.loads(line)
-        newest[record["test"]] = record
+    newest = read_newest(file)
     outcomes: dict[str, Counter[str]] = defaultdict(Counter)
     seconds: defaultdict[str, float] = defaultdict(float)
     for test, record in newest.items():

@@ -29,6 +29,9 @@ from harness.telemetry.sinks.sink_log import EXIT_NOT_SENT, first_line, log
 from harness.telemetry.sinks.trainer_watch import Trainer, last_event
 
 POLL_S = 1.0
+HEAD_START_S = 10.0
+"""How long sinks wait for the first step of a trainer. Their imports take seconds of a core, and would delay that step
+on a machine with few cores."""
 LONGEST_PAUSE_S = 15.0
 STUCK_AFTER_S = 300.0
 """Once the trainer is gone, a sink that accepts nothing for this long is abandoned. Libraries have shorter limits."""
@@ -52,6 +55,8 @@ def send_until_end(
     tail = LogTail(run)
     chosen = enabled_sinks(cfg) if kinds is None else kinds
     feeders = [SinkFeeder(kind, run, cfg, tail, trainer, wait=wait) for kind in chosen]
+    if trainer is not None:
+        wait_for_first_step(run, trainer)
     for feeder in feeders:
         feeder.start()
     while busy := [feeder for feeder in feeders if feeder.is_busy]:
@@ -61,6 +66,15 @@ def send_until_end(
         for feeder in busy:
             feeder.give_up_if_stuck()
     return max((feeder.exit_code for feeder in feeders), default=EXIT_DONE)
+
+
+def wait_for_first_step(run: RunDir, trainer: Trainer) -> None:
+    """Return when the trainer has logged a step, is over, or has had its head start."""
+    until_s = time.monotonic() + HEAD_START_S
+    while time.monotonic() < until_s:
+        if trainer.has_trained(run) or trainer.has_ended(run) or trainer.is_over(run):
+            return
+        time.sleep(POLL_S / 10)
 
 
 def build_sink(kind: SinkKind, run: RunDir, cfg: TelemetryConfig, trainer: Trainer | None) -> Sink:

@@ -13,10 +13,10 @@ import time
 from dataclasses import dataclass
 from typing import final
 
-from harness.core.events import DrillScored, Event, RunEnded
+from harness.core.events import DrillScored, Event, RunEnded, StepRecord
 from harness.core.locking.lease_holder import start_of
 from harness.core.rundir import RunDir
-from harness.telemetry.event_log import log_size, tail
+from harness.telemetry.event_log import log_size, read_chunk, tail
 
 LAUNCHER_WITHIN_S = 10.0
 """How long a launcher may take to log the end of a run whose rank 0 is gone."""
@@ -56,6 +56,11 @@ class Trainer:
         if self.has_ended(run) or not self.has_launcher():
             return True
         return time.monotonic() - self._gone_s > LAUNCHER_WITHIN_S
+
+    def has_trained(self, run: RunDir) -> bool:
+        """Whether the log holds a step of this start."""
+        chunk = read_chunk(run.events, self.log_bytes)
+        return chunk is not None and any(isinstance(event, StepRecord) for event in chunk.events)
 
     def has_ended(self, run: RunDir) -> bool:
         """Whether the log holds the `run_ended` event of this start."""

@@ -151,3 +151,29 @@ def test_the_end_that_the_launcher_logs_after_a_crash_is_awaited(
 
 def test_pauses_grow_to_a_limit() -> None:
     assert [pause_s(number) for number in (0, 1, 2, 3, 4, 50)] == [1, 2, 4, 8, 15, 15]
+
+
+@pytest.mark.parametrize("has_stepped", [True, False], ids=["a step", "the end of a complete run"])
+def test_sinks_start_after_the_first_step(
+    make_run: MakeRun, make_step: MakeStep, ended: RunEnded, has_stepped: bool
+) -> None:
+    """Steps of an earlier start do not count."""
+    run, _ = make_run()
+    append(run, make_step(0))
+    trainer = Trainer(os.getppid(), run.events.stat().st_size)
+    waiting = Thread(target=feeder.wait_for_first_step, args=(run, trainer))
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive()
+    append(run, make_step(1) if has_stepped else ended)
+    waiting.join(feeder.HEAD_START_S / 2)
+    assert not waiting.is_alive()
+
+
+def test_sinks_do_not_wait_for_a_trainer_that_is_slow_or_gone(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = make_run()
+    feeder.wait_for_first_step(run, Trainer(-1, 0))
+    monkeypatch.setattr(feeder, "HEAD_START_S", 0.2)
+    feeder.wait_for_first_step(run, Trainer(os.getppid(), 0))
