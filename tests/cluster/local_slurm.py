@@ -59,7 +59,7 @@ SchedulerParameters=sched_interval=1,bf_interval=1,sched_min_interval=100000,bat
 ReturnToService=2
 JobRequeue=1
 SlurmdParameters=config_overrides
-KillWait=20
+KillWait=120
 SlurmdTimeout=10
 SlurmctldTimeout=20
 MessageTimeout=10
