@@ -30,10 +30,37 @@ def read_tree(path: Path) -> dict[str, Any]:
         tree = parse_yaml(path.read_text(encoding="utf-8")) or {}
     except OSError as error:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
-    except yaml.YAMLError:
-        raise ConfigError(str(path), "is not valid YAML") from None
+    except yaml.YAMLError as error:
+        raise explain_yaml(error, path) from None
     require(isinstance(tree, dict), str(path), "must be a mapping of keys to values")
     return dict(tree)
+
+
+def explain_yaml(error: yaml.YAMLError, path: Path | str) -> ConfigError:
+    """The error for a file that is not YAML, with the line if it is known."""
+    mark, problem = (getattr(error, name, None) for name in ("problem_mark", "problem"))
+    return ConfigError(str(path), "is not valid YAML" + (f": line {mark.line + 1}: {problem}" if mark else ""))
+
+
+def find_bad_defaults() -> ConfigError | None:
+    """The error for the first file whose defaults list is none: names, and groups with their option or options."""
+    for path in sorted(conf_dir().rglob("*.yaml")):
+        defaults = read_tree(path).get("defaults", [])
+        if not isinstance(defaults, list):
+            return ConfigError(str(path), "defaults: must be a list, with - in front of each entry")
+        for entry in defaults:
+            if not _is_default(entry):
+                message = f"defaults: must hold names and entries such as `model: tiny`, got {entry!r}"
+                return ConfigError(str(path), message)
+    return None
+
+
+def _is_default(entry: Any) -> bool:
+    if not isinstance(entry, dict) or len(entry) != 1:
+        return isinstance(entry, str)
+    (option,) = entry.values()
+    names = option if isinstance(option, list) else [option]
+    return option is None or all(isinstance(name, str) for name in names)
 
 
 def parse_yaml(text: str) -> Any:

@@ -9,7 +9,9 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
-from harness.config.conf_files import BASE, options_of
+import yaml
+
+from harness.config.conf_files import BASE, explain_yaml, find_bad_defaults, options_of
 from harness.config.errors import ConfigError
 from harness.config.schema import Config
 from harness.config.usual_keys import USUAL_KEYS
@@ -57,8 +59,11 @@ def explain(error: Exception, overrides: Sequence[str] = ()) -> Exception:
             )
         case OmegaConfBaseException() if cause.full_key:
             return explain_key(whole_key(str(cause.full_key), overrides), str(cause))
+        case yaml.MarkedYAMLError() if cause.problem_mark:
+            return explain_yaml(cause, cause.problem_mark.name)
         case AttributeError() | ValueError():
-            return explain_override(cause, overrides)
+            explained = explain_override(cause, overrides)
+            return explained if explained is not cause else find_bad_defaults() or cause
         case HydraException():
             return ConfigError("", translate(str(cause)))
         case _:

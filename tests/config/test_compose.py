@@ -241,6 +241,16 @@ def test_a_stored_config_without_a_key_that_has_no_default_is_rejected(tmp_path:
 CONF = conf_files.conf_dir()
 
 
+def edit_conf(file: str, old: str, new: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use a copy of `conf/` in which a user has edited a file."""
+    shutil.copytree(CONF, directory / "conf")
+    text = (directory / "conf" / file).read_text()
+    assert text.count(old) == 1
+    (directory / "conf" / file).write_text(text.replace(old, new))
+    for module in (compose, default_config, conf_files):
+        monkeypatch.setattr(module, "conf_dir", lambda: directory / "conf")
+
+
 @pytest.mark.parametrize(
     ("file", "old", "new", "needs_hydra"),
     [
@@ -258,16 +268,44 @@ def test_the_default_is_read_without_hydra_as_hydra_composes_it(
     file: str, old: str, new: str, needs_hydra: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With `conf/` as edited by a user, too; a file that needs more than plain values is left to Hydra."""
-    shutil.copytree(CONF, tmp_path / "conf")
-    text = (tmp_path / "conf" / file).read_text()
-    assert text.count(old) == 1
-    (tmp_path / "conf" / file).write_text(text.replace(old, new))
-    for module in (compose, default_config):
-        monkeypatch.setattr(module, "conf_dir", lambda: tmp_path / "conf")
+    edit_conf(file, old, new, tmp_path, monkeypatch)
     expected = compose.validate(compose.compose_tree([]))
     read = default_config.read_default()
     assert (read is None) == needs_hydra
     assert repr(compose.load()) == repr(read or expected) == repr(expected)
+
+
+NAMES = "defaults: must hold names and entries such as `model: tiny`, got "
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "message"),
+    [
+        ("config.yaml", "  - _self_", "  _self_", r"is not valid YAML: line \d+: .*"),
+        ("optim/adamw.yaml", "lr: 3.0e-3", "lr: [3", r"is not valid YAML: line \d+: .*"),
+        ("config.yaml", "telemetry: mlflow", "telemetry: 7", f"{NAMES}{{'telemetry': 7}}"),
+        ("config.yaml", "- telemetry: mlflow", "- 5", f"{NAMES}5"),
+        ("config.yaml", "telemetry: mlflow", "telemetry: [plain, 5]", rf"{NAMES}{{'telemetry': \['plain', 5\]}}"),
+        ("config.yaml", "- telemetry: mlflow", "- {telemetry: mlflow, model: tiny}", f"{NAMES}.*"),
+        ("model/125m.yaml", "\n  - base@model\n  - /pretraining", " base@model", "defaults: must be a list, .*"),
+    ],
+)
+@pytest.mark.parametrize("overrides", [[], ["model=125m"]])
+def test_a_file_that_a_user_broke_is_one_line(
+    file: str,
+    old: str,
+    new: str,
+    message: str,
+    overrides: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    edit_conf(file, old, new, tmp_path, monkeypatch)
+    if file.startswith("model") and not overrides:
+        assert compose.load().model.name == "tiny", "a file that is not used is not read"
+        return
+    with pytest.raises(ConfigError, match=f"^{re.escape(str(tmp_path / 'conf' / file))}: {message}$"):
+        compose.load(overrides)
 
 
 def test_the_unedited_default_is_read_as_hydra_composes_it() -> None:
