@@ -68,7 +68,15 @@ class Cluster:
 
     def __init__(self, slurm: LocalSlurm, runs: Path) -> None:
         self.slurm = slurm
+        self.start_in(runs)
+
+    def start_in(self, runs: Path) -> None:
+        """Use this working directory, with stray modules that must not be imported. Jobs of another are cancelled."""
+        self.slurm.command("scancel", "--user=root")
         self.runs = runs
+        (runs / "harness").mkdir()
+        (runs / "harness" / "__init__.py").write_text("raise SystemExit('this is not the code that was submitted')\n")
+        os.chdir(runs)
 
     def config(self, name: str, *overrides: str) -> Config:
         return composed.load([*OVERRIDES, "launch=slurm", f"run.dir={self.runs}", f"run.name={name}", *overrides])
@@ -94,10 +102,6 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A cluster, and a working directory with stray modules that must not be imported."""
-    runs = tmp_path_factory.mktemp("cluster")
-    (runs / "harness").mkdir()
-    (runs / "harness" / "__init__.py").write_text("raise SystemExit('this is not the code that was submitted')\n")
     slurm = LocalSlurm()
     try:
         with pytest.MonkeyPatch.context() as patch:
@@ -105,9 +109,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
                 patch.delenv(name)
             patch.setenv("SLURM_CONF", str(slurm.configuration))
             patch.setenv("OMP_NUM_THREADS", "1")
-            patch.chdir(runs)
+            patch.chdir("/")
             slurm.start()
-            yield Cluster(slurm, runs)
+            yield Cluster(slurm, tmp_path_factory.mktemp("cluster"))
     finally:
         slurm.stop()
         assert not slurm.processes()
@@ -152,8 +156,10 @@ class Jobs:
 
 
 @pytest.fixture(scope="module")
-def jobs(cluster: Cluster) -> Jobs:
-    """All jobs, submitted; the first one has just received the signal before its time limit."""
+def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    """All jobs, submitted; the first one has just received the signal before its time limit. If that fails, it is done
+    once more, with other runs."""
+    cluster.start_in(tmp_path_factory.mktemp("jobs"))
     first, array, cancelled = submit_by_command(cluster), submit_array(cluster), submit_one(cluster)
     job, run = first
     cluster.wait_until(lambda: is_paused(run))
