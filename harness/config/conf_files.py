@@ -43,9 +43,13 @@ def explain_yaml(error: yaml.YAMLError, path: Path | str) -> ConfigError:
 
 
 def find_bad_defaults() -> ConfigError | None:
-    """The error for the first file whose defaults list is none: names, and groups with their option or options."""
+    """The error for the first file with a malformed defaults list. An entry is a name, or a group with its option or
+    options."""
     for path in sorted(conf_dir().rglob("*.yaml")):
-        defaults = read_tree(path).get("defaults", [])
+        try:
+            defaults = read_tree(path).get("defaults", [])
+        except ConfigError:  # not the file that is looked for: Hydra reports one that it cannot parse
+            continue
         if not isinstance(defaults, list):
             return ConfigError(str(path), "defaults: must be a list, with - in front of each entry")
         for entry in defaults:

@@ -17,13 +17,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
-
-import torch
+from typing import TYPE_CHECKING
 
 from harness.config.parallel import ParallelConfig
 
+if TYPE_CHECKING:
+    import torch
+
 DIRECTORY = ".compile-cache"
-"""Hidden: it is beside runs, and is none."""
+"""Hidden, because it lies among run directories and is not one."""
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 """Variable -> directory."""
 

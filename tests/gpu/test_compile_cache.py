@@ -30,5 +30,4 @@ def start(runs: Path, num_steps: int) -> list[str]:
 
 def test_a_second_start_compiles_no_kernel(tmp_path: Path) -> None:
     compiled = start(tmp_path, 2)
-    assert any("inductor" in name or "triton" in name for name in compiled)
-    assert start(tmp_path, 4) == compiled
+    assert start(tmp_path, 4) == compiled != []

@@ -212,7 +212,8 @@ def _block_gemm_flops(
 
 
 def _attention_s(cfg: Config, tokens: int, peak: float, rates: KernelRates) -> float:
-    """Of one block and micro-batch."""
+    """Of one block and micro-batch. With context parallelism this assumes Transformer Engine, without which the slower
+    `flex_attention` runs."""
     model, length = cfg.model, cfg.train.sequence_length
     in_fp32 = PrecisionKind.fp32 is cfg.precision.kind or model.attention is AttentionKind.fp32
     peak *= FP32_SPEEDUP if in_fp32 else 1.0

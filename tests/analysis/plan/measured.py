@@ -34,9 +34,6 @@ DELAYED_3B = Run("2026-11-16 00:25", "python -m tests.bench.gpu --models 3b --ro
 TABLE = Run("2026-11-16 03:50", "python -m tests.bench.gpu --rows ours-bf16 ours-fp8 ours-fp8-delayed torchtitan")
 
 
-CONTEXT = Run("2026-11-18 09:23", "python -m tests.bench.context kernels; python -m tests.bench.context memory")
-
-
 class Measured(NamedTuple):
     """One configuration."""
 
@@ -116,7 +113,7 @@ no longer keeps silu(gate): 8.86 GB less, not measured since."""
 
 
 class Shared(NamedTuple):
-    """One long sequence of 1b on the ranks of a context group, with full checkpointing (`CONTEXT`)."""
+    """One long sequence of 1b on the ranks of a context group, with full checkpointing."""
 
     tokens: int
     num_ranks: int
@@ -137,3 +134,4 @@ SHARED = (
     Shared(131_072, 2, 8.602),
     Shared(131_072, 4, 4.199, 13.3 * GIB),
 )
+"""2026-11-18: `python -m tests.bench.context kernels`; the peaks of 4 ranks: `python -m tests.bench.context memory`."""
