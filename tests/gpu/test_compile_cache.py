@@ -15,7 +15,14 @@ from tests.gpu.one_rank import SMALL
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-RUN = ("parallel.compile=true", "precision=bf16", "launch.nproc=1", "telemetry=plain", "run.name=compiled")
+RUN = (
+    "parallel.compile=true",
+    "precision=bf16",
+    "optim.warmup_steps=1",
+    "launch.nproc=1",
+    "telemetry=plain",
+    "run.name=compiled",
+)
 
 
 def start(runs: Path, num_steps: int) -> list[str]:

@@ -18,7 +18,7 @@ from harness.core.rundir import RunDir
 from harness.sentinel.policy.policy import replay_actions
 from tests.analysis.postmortem.causes import INJECTED, blamed
 from tests.distributed.pool import Pool
-from tests.distributed.test_drills import SCENARIOS, broken_bounds, run_drill
+from tests.distributed.test_drills import SCENARIOS, assert_passed, run_drill
 from tests.gpu.nccl import AT_125M
 
 pytestmark = [
@@ -45,9 +45,13 @@ OWN_PRECISION = ("fp16_overflow", "fp8_outlier", "fp8_creep")
 """Scenarios that choose their precision; the others are trained in bf16."""
 OWN_WARMUP = ("warmup_cut",)
 """Scenarios about the warm-up, which choose its length."""
-LARGER_FAULTS = {"125m": {"beta2_stale": 20.0}}
+LARGER_FAULTS = {
+    "125m": {"beta2_stale": {"factor": 20.0}, "slow_gradient_growth": {"factor": 1.05, "growth": 1.05}},
+}
 """At 125m the gradients of the first steps are 50 times as large, and with beta2 = 0.999 the second moment
 holds them."""
+CALMER_TRAINING = {"125m": {"slow_gradient_growth": ("optim.lr=1e-4", "model.qk_norm=true")}}
+"""At 125m the attention logits of its clean twin grow from step 140 on: it has no clipping and a constant rate."""
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +75,12 @@ def test_a_drill_passes_its_score_card_on_nccl_ranks(nccl_ranks: Pool, runs: Pat
     directory.mkdir(exist_ok=True)
     victim = RunDir(directory / f"drill-{name}")
     try:
-        factor = LARGER_FAULTS.get(size, {}).get(name)
-        card = run_drill(nccl_ranks, directory, name, (*ON_GPU, *training, *precision), factor=factor)
+        overrides = (*ON_GPU, *training, *precision, *CALMER_TRAINING.get(size, {}).get(name, ()))
+        card = run_drill(nccl_ranks, directory, name, overrides, size=LARGER_FAULTS.get(size, {}).get(name, {}))
     finally:
         for done in (victim.path, *directory.glob("twin-*")):  # 2 GB each at 125m: all of them would fill a disk
             shutil.rmtree(RunDir(done).checkpoints, ignore_errors=True)
-    assert not broken_bounds(card), card.score.remarks
+    assert_passed(card)
     assert blamed(victim.path) is INJECTED[name], "the post-mortem blames what was injected"
     log, cfg = list(read(victim.events)), compose.read(victim.config)
     replayed = replay_actions(log, cfg.sentinel.policy, lag=cfg.sentinel.lag)
