@@ -66,21 +66,32 @@ def test_utilization_rises_with_work() -> None:
     assert 0.5 < load.utilization <= 1.0
 
 
-NO_CONTEXT = """
+READING = """
 import sys
-from pathlib import Path
 from harness.telemetry.nvml import Nvml
 assert Nvml.open([sys.argv[1]]).read()[0].memory_bytes
-print([name for name in sys.modules if name == "torch"])
-print([line for line in Path("/proc/self/maps").read_text().splitlines() if "libcuda" in line])
+assert "torch" not in sys.modules
 """
-"""Prints what a CUDA context would need: torch, or CUDA's own libraries. NVML opens /dev/nvidia-uvm by itself."""
+CREATING = """
+import torch
+torch.zeros(1, device="cuda")
+"""
+HAS_CONTEXT = """
+import ctypes
+cuda, device, flags, active = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_uint(), ctypes.c_int(-1)
+assert cuda.cuInit(0) == 0
+assert cuda.cuDeviceGet(ctypes.byref(device), 0) == 0
+assert cuda.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active)) == 0
+print(active.value)
+"""
+"""Asks the driver whether this process has a CUDA context; that creates none. NVML itself may load CUDA's library."""
 
 
-def test_reading_creates_no_context_and_imports_no_torch() -> None:
-    command = [sys.executable, "-c", NO_CONTEXT, uuid()]
+@pytest.mark.parametrize(("program", "num_contexts"), [(READING, 0), (CREATING, 1)], ids=["reading", "creating"])
+def test_reading_creates_no_context_and_imports_no_torch(program: str, num_contexts: int) -> None:
+    command = [sys.executable, "-c", program + HAS_CONTEXT, uuid()]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert (done.stdout, done.returncode) == ("[]\n[]\n", 0), done.stderr
+    assert (done.stdout, done.returncode) == (f"{num_contexts}\n", 0), done.stderr
 
 
 def test_an_unknown_gpu_is_not_measured() -> None:

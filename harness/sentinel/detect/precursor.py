@@ -15,6 +15,8 @@ noise of the probes before, if it ends above all of these, and if the signal has
 half of where it was raised.
 The level of the update ratio is the median of the probes before the window. It falls in a healthy run, and rises with
 the learning rate: nothing is forecast before the warm-up has ended or after an expected change of the learning rate.
+It also rises while Adam's second moment forgets the large gradients of the first steps: nothing is forecast in the
+first 1 / (1 - beta2) steps, over which the second moment averages.
 Left out: the gradient over the root of Adam's second moment, which `v_stale` judges: it is noisy, and a lasting growth
 of the gradients did no harm in drills. The entropy of the output: it falls as a model learns. Both are in the records.
 """
@@ -90,7 +92,7 @@ class PrecursorGuard:
         self.rate = record.lr
         values: dict[PrecursorSignal, tuple[Mapping[str, float], float | None]] = {
             PrecursorSignal.attention_logit: (record.attention_logits, cfg.logit_bound),
-            PrecursorSignal.update_ratio: (record.group_update_ratios if self.is_warm else {}, None),
+            PrecursorSignal.update_ratio: (record.group_update_ratios if self._is_steady(record) else {}, None),
             PrecursorSignal.fp8_underflow: (record.fp8_underflow, cfg.fp8_underflow),
         }
         for signal, (by_group, bound) in values.items():
@@ -101,6 +103,10 @@ class PrecursorGuard:
             }
             if found:
                 yield _make_precursor(signal, record, found)
+
+    def _is_steady(self, record: ReducedRecord) -> bool:
+        """Whether a rise of the update ratio means something: after the warm-up, with a filled second moment."""
+        return self.is_warm and (record.beta2 is None or record.step * (1 - record.beta2) >= 1)
 
     def forget_update_ratios(self) -> None:
         """The learning rate is about to change on purpose: learn the level of the update ratios again."""

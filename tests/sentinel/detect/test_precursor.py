@@ -199,6 +199,32 @@ def test_an_expected_change_of_the_learning_rate_is_no_trend() -> None:
     assert observe_update_ratios(rising, expected_at=300) == []
 
 
+@pytest.mark.parametrize("beta2", [0.999, None])
+def test_a_second_moment_that_forgets_the_first_gradients_is_no_trend(beta2: float | None) -> None:
+    """Clean training whose first gradients are large: updates grow as Adam forgets them. A log without beta2 does not
+    tell it from a rising learning rate."""
+    guard, moment, found = PrecursorGuard(), 0.0, list[Finding]()
+    for step in range(1, 3000):
+        grad = 300.0 if step < 10 else 1.0
+        moment = 0.999 * moment + 0.001 * grad**2
+        ratio = 1e-3 * grad / math.sqrt(moment / (1 - 0.999**step))
+        ratio *= math.exp(0.005 * min(step, 250))  # the gradients of the blocks grow too while the model learns
+        if step % 10 == 1:
+            fields = {"group_update_ratios": {"blocks.1": ratio}, "lr": 1e-3, "beta2": beta2}
+            found += guard.observe(record(step, 2.0, grad, **fields), CFG)
+    assert [each.signal for each in found] == ([] if beta2 else [PrecursorSignal.update_ratio])
+
+
+@pytest.mark.parametrize(("beta2", "start"), [(0.95, 200), (0.999, 1200)])
+def test_a_rate_that_rises_is_found_once_the_second_moment_is_filled(beta2: float, start: int) -> None:
+    guard, found = PrecursorGuard(), list[Finding]()
+    for step in range(0, start + 100, 10):
+        fields = {"group_update_ratios": {"blocks.1": growing(start=start)(step)}, "lr": 1e-3, "beta2": beta2}
+        found += guard.observe(record(step, 2.0, 1.0, **fields), CFG)
+    (finding,) = found
+    assert start < finding.iteration < start + math.log(UPDATE_FACTOR) / 0.02
+
+
 def test_a_level_needs_probes() -> None:
     early = growing(start=100)
     assert observe("group_update_ratios", early, first=100, last=100 + 10 * (WINDOW + LEAST_LEVEL_PROBES - 1)) == []
