@@ -33,6 +33,11 @@ FITS = Run("2026-11-15 21:48", "python -m tests.bench.gpu --models 1b --also fit
 DELAYED_3B = Run("2026-11-16 00:25", "python -m tests.bench.gpu --models 3b --rows ours-fp8-delayed torchtitan")
 TABLE = Run("2026-11-16 03:50", "python -m tests.bench.gpu --rows ours-bf16 ours-fp8 ours-fp8-delayed torchtitan")
 
+OPTIMIZERS = Run(
+    "2026-11-18 12:53",
+    "python -m tests.bench.step +experiment=1b_bf16 --variant optim.moment_dtype=bf16 --variant optim=muon",
+)
+
 
 class Measured(NamedTuple):
     """One configuration."""
@@ -90,6 +95,9 @@ ROWS = (
     Measured("1b full (1)", STEP, (FULL,), 8 * 4096 / 50_812, 22.7 * GIB),
     Measured("1b not compiled", STEP, (EAGER,), 8 * 4096 / 51_179, 73.8 * GIB),
     Measured("1b document mask", DOCUMENTS, ("data.document_mask=true",), None, 63.5 * GIB),
+    Measured("1b (3)", OPTIMIZERS, (), 8 * 4096 / 64_681, 63.5 * GIB),
+    Measured("1b, moments in bf16", OPTIMIZERS, ("optim.moment_dtype=bf16",), 8 * 4096 / 64_679, 58.7 * GIB),
+    Measured("1b Muon", OPTIMIZERS, ("optim=muon",), 8 * 4096 / 52_768, 59.2 * GIB),
     Measured("125m, 32 sequences", PLAN, ("model=125m", "train.batch_size=32"), 0.272, 38.83 * GB),
     Measured("1b (2)", PLAN, (), 0.530, 68.40 * GB),
     Measured("1b selective (2)", PLAN, (SELECTIVE,), 0.550, 53.38 * GB),
@@ -107,7 +115,7 @@ ROWS = (
     Measured("1b fp8 selective", FP8_MEMORY, (FP8, SELECTIVE), None, 62.39 * GB),
     Measured("1b fp8 full", FP8_MEMORY, (FP8, FULL), None, 23.67 * GB),
 )
-"""(1), (2): the same configuration in earlier runs. The step times of 0.704 and 0.814 s were recorded as MFU, 45.2 and
+"""(1), (2), (3): the same configuration in other runs. The step times of 0.704 and 0.814 s were recorded as MFU, 45.2 and
 39.1 %. Not here: the peak of 1b in fp8, not compiled (73.20 GB, the fp8 run). SwiGLU became one operator later, which
 no longer keeps silu(gate): 8.86 GB less, not measured since."""
 

@@ -151,7 +151,6 @@ def test_the_text_names_moments_and_orthogonalization() -> None:
     assert "one of Muon's for matrices" in text
     assert "Newton-Schulz" in text
     assert "all-to-all" in text
-    assert "optim.kind=muon" in text, "not measured"
     plain = render(plan(config(), world_size=8))
     assert "Newton" not in plain
     assert "both of AdamW's, this rank's shard" in plain
