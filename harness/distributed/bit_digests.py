@@ -36,8 +36,13 @@ class Computation(IntEnum):
 def digest_bits(values: Tensor) -> Tensor:
     """Sum of x * (x + SHIFT) over the bit patterns x of a tensor of at most 32 bits, modulo 2**64; int64. A plain sum
     would miss errors of the last bit that cancel, a sum of squares the sign of 2.0."""
+    patterns = values.detach().reshape(-1).view(INTEGERS[values.element_size()])
+    if patterns.is_cuda:
+        from harness.kernels.bit_digest import sum_patterns
+
+        return sum_patterns(patterns, SHIFT)
     total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for piece in torch.split(values.detach().reshape(-1).view(INTEGERS[values.element_size()]), PIECE):
+    for piece in torch.split(patterns, PIECE):
         wide = piece.to(torch.int64)
         total += (wide * (wide + SHIFT)).sum()
     return total

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.distributed.bit_digests import INTEGERS, SHIFT, digest_bits
 from harness.model.loss import IGNORED, LossOptions, _chunk_gradient, _chunk_gradient_in_place
 from harness.precision.fp8 import quantize_meters
 from harness.precision.fp8.custom_ops import quantize_and_record
@@ -203,3 +204,18 @@ def test_scale_tensor() -> None:
             last_digit = 2**-7 if IS_INTERPRETED else 0.0  # the interpreter truncates bf16
             expected = (values.float() * scalar(0.3)).to(values.dtype)
             torch.testing.assert_close(kernels.scale_tensor(values, scalar(0.3)), expected, rtol=last_digit, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("count", [0, 1, 4095, 3 * 4096 + 5])
+def test_bit_digest(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, count: int) -> None:
+    """All bit patterns, NaN and negative zero among them; the programs process several blocks."""
+    from harness.kernels import bit_digest
+
+    monkeypatch.setattr(bit_digest, "MAX_DIGEST_PROGRAMS", 2)
+    patterns = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8).view(INTEGERS[dtype.itemsize])
+    digest = bit_digest.sum_patterns(patterns.to(DEVICE), SHIFT)
+    assert digest.cpu() == digest_bits(patterns.view(dtype))
+    if count:
+        patterns[-1] ^= 1
+        assert digest.cpu() != digest_bits(patterns.view(dtype))

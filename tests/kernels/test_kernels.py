@@ -26,7 +26,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
-from harness.kernels import adamw, chunk_cat, cross_entropy, fp8_quantize, grad_norm, multi_tensor, muon, rope, swiglu
+from harness.kernels import adamw, bit_digest, chunk_cat, cross_entropy, fp8_quantize, grad_norm, multi_tensor, muon
+from harness.kernels import rope, swiglu
 
 TYPES = {
     **dict.fromkeys(("count", "width", "height", "length", "every", "ignored", "num_tensors"), "i32"),
@@ -35,18 +36,20 @@ TYPES = {
     **dict.fromkeys(("fused_qkv", "query", "key", "value"), "*bf16"),
     **dict.fromkeys(("after", "rows", "columns", "gate_rows", "gate_columns", "up_rows", "up_columns"), "*u8"),
     **dict.fromkeys(("requantize", "is_stale", "counts"), "*i32"),
-    **dict.fromkeys(("targets", "table", "ends"), "*i64"),
+    **dict.fromkeys(("targets", "table", "ends", "digests"), "*i64"),
     "moments": "*bf16",
     "keys": "*i32",
+    "patterns": "*i16",
+    "num_programs": "i32",
 }
 FIXED = {"block": 1024, "dtype": tl.float8e4nv, "limit": 448.0, "underflow": 2.0**-10, "most": 2.0**100, "step": 4}
 FIXED |= {"num_queries": 16, "num_keys": 8, "half": 64, "group": 8, "num_rows": 4, "is_backward": True}
-FIXED |= {"max_tensors": 256, "unit": 4}
+FIXED |= {"max_tensors": 256, "unit": 4, "shift": 2**40 + 1}
 WITHIN = {"_swiglu", "_swiglu_grads", "num_tiles_to_requantize", "_corner", "tile_at", "write_quantized"}
 WITHIN |= {"_quantize_tile", "_quantize_swiglu_tile", "_grads_of_tile", "_row_at", "_underflows", "count_zeros"}
 WITHIN |= {"_amax_of_tiles", "find_piece", "load_entry", "_first_row_and_head", "_head_offsets", "_angle_offsets"}
 WITHIN |= {"_rotate", "_copy", "_copy_piece", "_mix", "_round_to_bf16", "store_update_sums"}
-modules = (adamw, chunk_cat, cross_entropy, fp8_quantize, grad_norm, multi_tensor, muon, rope, swiglu)
+modules = (adamw, bit_digest, chunk_cat, cross_entropy, fp8_quantize, grad_norm, multi_tensor, muon, rope, swiglu)
 found = {
     name: value for module in modules for name, value in vars(module).items() if isinstance(value, JITFunction)
 }
@@ -86,6 +89,7 @@ def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
     assert {
         "_step_adamw",
         "_step_adamw:fp32",
+        "_sum_patterns",
         "_blend_momentum",
         "_apply_directions",
         "_chunk_cat",
