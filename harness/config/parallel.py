@@ -76,11 +76,13 @@ class ClusterConfig:
     """Bandwidth from one device to the others of its machine, one way, in GB/s."""
     inter_node_gb_s: float | None
     """Bandwidth from one device to other machines, one way, in GB/s."""
+    host_gb_s: float | None = None
+    """Bandwidth between one device and host memory, one way, in GB/s."""
     price_per_gpu_hour: float | None
     """Price per GPU and hour, in any currency; null: costs are shown as time only."""
 
     def __post_init__(self) -> None:
         names = ("peak_tflops", "memory_gb", "memory_gb_s", "gpus_per_node", "intra_node_gb_s", "inter_node_gb_s")
-        for name in (*names, "price_per_gpu_hour"):
+        for name in (*names, "host_gb_s", "price_per_gpu_hour"):
             value = getattr(self, name)
             require(value is None or value > 0, f"cluster.{name}", f"must be positive or null, got {value}")

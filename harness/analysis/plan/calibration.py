@@ -88,7 +88,7 @@ def _settings(cfg: Config) -> list[str]:
         dense = "a dense mask" if has_dense_mask(cfg) else "one document in each sequence, shorter ones are faster"
         found.append(f"data.document_mask, planned for {dense}")
     if cfg.parallel.activation_offload:
-        found.append("parallel.activation_offload, planned as if all copies were hidden")
+        found.append("parallel.activation_offload")
     if cfg.model.attention is AttentionKind.fp32:
         found.append("model.attention=fp32")
     if cfg.model.qk_norm:

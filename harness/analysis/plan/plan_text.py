@@ -144,10 +144,16 @@ def _memory(plan: Plan) -> dict[str, str]:
 def _offload(plan: Plan) -> dict[str, str]:
     if not plan.offload_bytes:
         return {}
-    each = f"{_gb(plan.offload_bytes / plan.num_per_node)} GB per rank to the host and back in each micro-batch"
+    copied = f"{_gb(plan.offload_bytes / plan.num_per_node)} GB per rank to the host and back in each micro-batch"
+    if plan.pace is not None:
+        time = "cluster.host_gb_s is not set: no waiting is planned"
+        if plan.pace.copies_s is not None:
+            waiting = _duration(plan.pace.copy_waiting_s)
+            time = f"{_duration(plan.pace.copies_s)} a step, of which {waiting} do not overlap with compute"
+        copied = f"{copied}; {time}"
     return {
         "per machine": f"{_gb(plan.offload_bytes):>7} GB  each buffer is rounded up to a power of two",
-        "copied": f"{each}; the time for it is not planned",
+        "copied": copied,
     }
 
 

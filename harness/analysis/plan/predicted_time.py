@@ -7,17 +7,18 @@ the gradients of the previous one. The longer of the two determines the time. Ex
 gathers, those of the last block if blocks are gathered again, and the reductions of the first block and of embedding
 and head. Gathers and reduce-scatters share the links; the all-reduce between replicas, only in the last micro-batch,
 has its own links if shards stay on one machine. Muon exchanges one batch of matrices while it orthogonalizes another.
-Attention waits for the keys and values of the other ranks of a context group.
-If the batch does not divide evenly, all ranks take as long as the
-largest share: the others compute padding.
+Attention waits for the keys and values of the other ranks of a context group. Activations are copied to the host while
+the next block computes, and back while the block after it is differentiated.
+If the batch does not divide evenly, all ranks take as long as the largest share: the others compute padding.
 Left out: slow or failing machines, evaluation, saves.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 
+from harness.analysis.plan.memory import offloaded_bytes
 from harness.analysis.plan.resharding import will_reshard
 from harness.analysis.plan.traffic import SEQUENCES, Collective, CollectiveKind, collectives, seconds
 from harness.analysis.plan.work import Work, work
@@ -41,6 +42,10 @@ class StepTime:
     """All collectives in sequence; None if link rates are not known, then no waiting is planned."""
     waiting_s: float
     """Communication that does not overlap with kernels."""
+    copies_s: float | None
+    """Activations to the host and back; None if there are some and `cluster.host_gb_s` is not set."""
+    copy_waiting_s: float
+    """Copies that do not overlap with kernels."""
     step_time_s: float
     tokens_per_s: float
     mfu: float
@@ -64,17 +69,36 @@ def step_time(cfg: Config, *, world_size: int, mfu: float | None = None) -> Step
     known = [(call, cost) for call, cost in costs if cost is not None]
     traffic_s = sum(call.num_calls * cost for call, cost in known) if len(known) == len(costs) else None
     waiting_s = 0.0 if traffic_s is None else _waiting_s(cfg, calls, kernels=kernels, world_size=world_size)
-    step_time_s = kernels.total_s + waiting_s
+    copies = _copies_s(cfg, kernels=kernels, world_size=world_size)
+    step_time_s = kernels.total_s + waiting_s + copies.waiting_s
     return StepTime(
         work_s=kernels.total_s,
         parts=kernels,
         device_mfu=computed_flops / (peak * kernels.total_s),
         traffic_s=traffic_s,
         waiting_s=waiting_s,
+        copies_s=copies.total_s,
+        copy_waiting_s=copies.waiting_s,
         step_time_s=step_time_s,
         tokens_per_s=tokens / step_time_s,
         mfu=flops / (peak * step_time_s),
     )
+
+
+class _Copies(NamedTuple):
+    total_s: float | None
+    waiting_s: float
+
+
+def _copies_s(cfg: Config, *, kernels: Work, world_size: int) -> _Copies:
+    """Copies of activations in a step: to the host during the forward passes, back during the backward passes."""
+    num_bytes, rate = offloaded_bytes(cfg, world_size=world_size), cfg.cluster.host_gb_s
+    if not num_bytes or rate is None:
+        return _Copies(None if num_bytes else 0.0, 0.0)
+    one_way_s = sharing(cfg, world_size).num_micro_batches * num_bytes / (rate * 1e9)
+    behind_s = kernels.blocks_s * (cfg.model.num_layers - 1) / cfg.model.num_layers
+    waiting_s = max(0.0, one_way_s - behind_s / 3) + max(0.0, one_way_s - 2 * behind_s / 3)
+    return _Copies(2 * one_way_s, waiting_s)
 
 
 def _waiting_s(cfg: Config, calls: list[Collective], *, kernels: Work, world_size: int) -> float:

@@ -116,8 +116,8 @@ ROWS = (
     Measured("1b fp8 full", FP8_MEMORY, (FP8, FULL), None, 23.67 * GB),
 )
 """(1), (2), (3): the same configuration in other runs. The step times of 0.704 and 0.814 s were recorded as MFU, 45.2
-and 39.1 %. Not here: the peak of 1b in fp8, not compiled (73.20 GB, the fp8 run). SwiGLU became one operator later, which
-no longer keeps silu(gate): 8.86 GB less, not measured since."""
+and 39.1 %. Not here: the peak of 1b in fp8, not compiled (73.20 GB, the fp8 run). SwiGLU became one operator later,
+which no longer keeps silu(gate): 8.86 GB less, not measured since."""
 
 
 class Shared(NamedTuple):

@@ -7,8 +7,9 @@ from functools import cache
 
 import pytest
 
-from harness.analysis.plan.memory import padded_size
+from harness.analysis.plan.memory import offloaded_bytes, padded_size
 from harness.analysis.plan.plan import plan, planned_ranks
+from harness.analysis.plan.plan_text import render
 from harness.analysis.plan.predicted_time import step_time
 from harness.analysis.plan.traffic import (
     FAR_HOP_S,
@@ -163,3 +164,32 @@ def test_price_of_a_run() -> None:
 )
 def test_number_of_ranks_of_a_configuration(overrides: list[str], ranks: int) -> None:
     assert planned_ranks(load(overrides)) == ranks
+
+
+def test_copies_of_activations_take_the_time_that_no_block_hides() -> None:
+    offload = ("parallel.activation_offload=true", "parallel.device=cuda", "train.micro_batch_size=2")
+    plain, slow = config(*offload[1:]), config(*offload, "cluster.host_gb_s=1e-3")
+    unhindered, held_up = step_time(plain, world_size=8), step_time(slow, world_size=8)
+    assert unhindered is not None
+    assert held_up is not None
+    one_way_s = 4 * offloaded_bytes(slow, world_size=8) / 1e6  # 64 sequences of 8 ranks in micro-batches of 2
+    assert held_up.copies_s == pytest.approx(2 * one_way_s)
+    num_layers = slow.model.num_layers
+    hidden_s = held_up.parts.blocks_s * (num_layers - 1) / num_layers
+    assert held_up.step_time_s == pytest.approx(unhindered.step_time_s + 2 * one_way_s - hidden_s)
+    (line,) = [line for line in render(plan(slow, world_size=8)).splitlines() if line.startswith("  copied ")]
+    assert line.endswith("do not overlap with compute")
+    fast = step_time(config(*offload, "cluster.host_gb_s=1e9"), world_size=8)
+    assert fast is not None
+    assert fast.step_time_s == pytest.approx(unhindered.step_time_s)
+    assert unhindered.copies_s == 0
+
+
+def test_no_time_is_planned_for_copies_over_a_link_of_unknown_rate() -> None:
+    planned = plan(
+        config("parallel.activation_offload=true", "parallel.device=cuda", "cluster.host_gb_s=null"), world_size=8
+    )
+    assert planned.pace is not None
+    assert planned.pace.copies_s is None
+    assert planned.pace.copy_waiting_s == 0
+    assert "cluster.host_gb_s is not set: no waiting is planned" in render(planned)
