@@ -18,13 +18,13 @@ from typing import NamedTuple, final
 import torch
 
 from harness.checkpoint import integrity
-from harness.checkpoint.host_memory import map_block
 from harness.checkpoint.ring import Ring
 from harness.checkpoint.shared_snapshots import SharedSnapshots
 from harness.core.snapshot_files import SnapshotHeader
 from harness.core.state import RunState
 from harness.distributed.collectives import gather_results
 from harness.distributed.exchange import receive_block, send_block
+from harness.distributed.host_memory import map_block
 
 
 @final

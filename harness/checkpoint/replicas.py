@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import final
 
 from harness.checkpoint import integrity
-from harness.checkpoint.host_memory import PinnedBlock
 from harness.core.snapshot_files import SnapshotHeader, SnapshotSet
 from harness.distributed.collectives import all_reduce_min
 from harness.distributed.exchange import Neighbours, exchange_blocks, exchange_notes
+from harness.distributed.host_memory import PinnedBlock
 from harness.distributed.world import BackgroundGroup
 
 NUM_BLOCKS = 2

@@ -23,7 +23,6 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from harness.checkpoint.host_memory import PinnedBlock, align_up
 from harness.checkpoint.ring_cost import num_buffers
 from harness.checkpoint.shared_snapshots import SharedSnapshots
 from harness.checkpoint.slot import Slot
@@ -33,6 +32,7 @@ from harness.core.memory_limits import free_bytes
 from harness.core.snapshot_files import slot_name
 from harness.core.state import RunState
 from harness.distributed.collectives import all_reduce_min, gather_results
+from harness.distributed.host_memory import PinnedBlock, align_up
 from harness.distributed.shards import like_on_host, local
 from harness.distributed.torch_private.foreach import foreach_copy_
 from harness.distributed.world import World, num_local_ranks

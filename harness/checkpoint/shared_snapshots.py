@@ -19,7 +19,6 @@ from threading import Lock
 from typing import Never, final
 
 from harness.checkpoint import integrity
-from harness.checkpoint.host_memory import PinnedBlock
 from harness.checkpoint.replicas import ReplicaKeeper, agree_on_newest, find_neighbours
 from harness.checkpoint.ring_cost import num_replica_buffers
 from harness.checkpoint.slot import Slot, are_finite
@@ -29,6 +28,7 @@ from harness.core import snapshot_files
 from harness.core.snapshot_files import SnapshotHeader, SnapshotSet, slot_name
 from harness.core.state import RunState
 from harness.distributed.collectives import gather_results
+from harness.distributed.host_memory import PinnedBlock
 from harness.distributed.world import World, new_background_group, node_from_environment
 
 BYTES_PER_GB = 1e9

@@ -9,8 +9,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from harness.checkpoint.host_memory import PinnedBlock
 from harness.core.state import RunState
+from harness.distributed.host_memory import PinnedBlock
 
 
 @final

@@ -1,1 +1,1 @@
-"""Process groups, collectives and FSDP2."""
+"""Process groups, collectives, FSDP2, and host memory that a GPU copies into."""

@@ -28,6 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from harness.distributed.host_memory import PinnedBlock
+
 LEAST_BYTES = 1 << 16
 """Smaller tensors stay on the device: statistics of norms and the like."""
 
@@ -76,6 +78,8 @@ class ActivationOffload:
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         """Host buffers that no block uses, by size."""
         self._used: list[Tensor] = []
+        self._blocks: list[PinnedBlock] = []
+        """All host buffers, which are pinned for as long as this exists."""
         self.host_bytes = 0
         """Host memory of all buffers."""
 
@@ -178,7 +182,9 @@ class ActivationOffload:
         if free:
             buffer = free.pop()
         else:
-            buffer = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=self._side is not None)
+            block = PinnedBlock(tensor.nbytes, pinned=self._side is not None)
+            self._blocks.append(block)
+            buffer = block.content.view(tensor.dtype)
             self.host_bytes += buffer.nbytes
         self._used.append(buffer)
         return buffer

@@ -70,7 +70,7 @@ TESTS = {
     "harness/checkpoint/integrity.py": ("tests/checkpoint/test_integrity.py",),
     "harness/checkpoint/manager.py": ("tests/checkpoint/test_manager_in_process.py",),
     "harness/checkpoint/listing.py": ("tests/checkpoint/test_listing.py",),
-    "harness/checkpoint/host_memory.py": ("tests/checkpoint/test_host_memory.py",),
+    "harness/distributed/host_memory.py": ("tests/distributed/test_host_memory.py",),
     "harness/core/memory_limits.py": ("tests/core/test_memory_limits.py",),
     "harness/checkpoint/io_retry.py": ("tests/checkpoint/test_io_retry.py",),
     "harness/checkpoint/ring.py": ("tests/checkpoint/test_ring_in_process.py",),

@@ -132,8 +132,7 @@ class Plan:
     ring_replicas: int
     """Buffers of each rank for the snapshots of a partner on another machine."""
     offload_bytes: int
-    """Host memory of one machine for activations (`parallel.activation_offload`), before torch rounds each buffer up to
-    a power of two."""
+    """Host memory of one machine for activations (`parallel.activation_offload`)."""
     ring_allowed_bytes: int | None
     """None: half of the free memory when the run starts."""
     rewind: RollbackCost | None

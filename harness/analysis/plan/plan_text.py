@@ -152,7 +152,7 @@ def _offload(plan: Plan) -> dict[str, str]:
             time = f"{_duration(plan.pace.copies_s)} a step, of which {waiting} do not overlap with compute"
         copied = f"{copied}; {time}"
     return {
-        "per machine": f"{_gb(plan.offload_bytes):>7} GB  each buffer is rounded up to a power of two",
+        "per machine": f"{_gb(plan.offload_bytes):>7} GB",
         "copied": copied,
     }
 

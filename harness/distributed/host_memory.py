@@ -30,7 +30,7 @@ class PinnedBlock:
         """With `file`, the block is that file; an existing file of the same size keeps its content."""
         if file is None:
             self._bytes = torch.empty(max(num_bytes, 1), dtype=torch.uint8)
-            self._buffer = self._bytes.numpy().data
+            self._buffer = self._bytes.numpy().data  # sync: of host memory, which waits for nothing
         else:
             self._buffer = memoryview(map_block(file, max(num_bytes, 1)))
             self._bytes = torch.frombuffer(self._buffer, dtype=torch.uint8)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.checkpoint import host_memory
-from harness.checkpoint.host_memory import PinnedBlock, align_up
+from harness.distributed import host_memory
+from harness.distributed.host_memory import PinnedBlock, align_up
 
 
 def test_pieces_begin_at_multiples_of_64_bytes() -> None:
