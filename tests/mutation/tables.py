@@ -51,6 +51,8 @@ TESTS = {
         f"{DETECT}/test_detectors.py",
     ),
     "harness/sentinel/detect/second_moment.py": (f"{GOLDEN_SERIES}[guards]", DETECTOR_BOUNDS),
+    "harness/sentinel/detect/precursor.py": (f"{GOLDEN_SERIES}[precursors]", f"{DETECT}/test_precursor.py"),
+    "harness/sentinel/detect/learning.py": (f"{GOLDEN_SERIES}[starts]", f"{DETECT}/test_learning.py"),
     "harness/sentinel/detect/fp8_range.py": (DETECTOR_BOUNDS, f"{DETECT}/test_detectors.py"),
     "harness/sentinel/detect/step_time.py": (f"{GOLDEN_SERIES}[step_times]", f"{DETECT}/test_step_time.py"),
     "harness/sentinel/policy/": POLICY_TESTS,

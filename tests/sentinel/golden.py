@@ -30,6 +30,7 @@ from harness.sentinel.detect.baseline import (
     upper_bound,
 )
 from harness.sentinel.detect.detectors import Detectors
+from harness.sentinel.detect.precursor import PrecursorGuard
 from tests.sentinel.cluster import Hostility, actions_of, run_cluster
 from tests.sentinel.series import config, losses, norms, record, records
 
@@ -322,6 +323,30 @@ def step_times() -> Iterator[tuple[str, list[str]]]:
         yield f"steps x{factor} for {num} rows", observed(Detectors(CFG), rows)
 
 
+def precursors() -> Iterator[tuple[str, list[str]]]:
+    """Probed signals that rise, fall below half, and rise again, with noise and some odd values."""
+    levels = {"attention_logits": 8.0, "group_update_ratios": 1e-3, "fp8_underflow": 2e-3}
+    for signal, rate, noise, seed in product(levels, (0.01, 0.015, 0.03), (0.01, 0.05), range(3)):
+        name = f"{signal}, {rate:.1%} a step, noise {noise:.0%}, seed {seed}"
+        random = Random(name)
+        start, length, every = random.choice((40, 100, 170)), random.choice((150, 250)), random.choice((5, 10, 20))
+        rows, logarithm = [], 0.0
+        for step in range(0, start + 3 * length, every):
+            if start <= step < start + length or step >= start + 2 * length:
+                logarithm += every * rate
+            elif step >= start + length:
+                logarithm -= every * rate * random.choice((0.4, 1.3))
+            value = levels[signal] * math.exp(logarithm + random.gauss(0, noise))
+            if random.random() < 0.03:
+                value = random.choice((0.0, math.nan, 3 * value))
+            grad_norm = math.nan if random.random() < 0.03 else 1.0
+            lr = 1e-3 * min(1.0, (step + 1) / random.choice((1, 30, 60)))
+            groups = {"blocks.0": levels[signal] * random.lognormvariate(0, noise), "blocks.1": value}
+            rows.append(record(step, 2.0, grad_norm, lr=lr, beta2=0.95, **{signal: groups}))
+        guard = PrecursorGuard()
+        yield name, [line(finding) for row in rows for finding in guard.observe(row, CFG)]
+
+
 def lines_of_baselines() -> Golden:
     """The bounds of the gate along curves of several shapes."""
     random = Random(3)
@@ -419,7 +444,7 @@ def _format_action(action: Action) -> str:
 
 DETECTORS = (
     *(spikes, sparse_starts, gradient_spikes, slow_changes, starts, refusals, accepted_levels, odd_losses),
-    *(guards, step_times),
+    *(guards, precursors, step_times),
 )
 GOLDEN: dict[str, Callable[[], Golden]] = {
     **{part.__name__: lambda part=part: dict(part()) for part in DETECTORS},  # type: ignore[misc]
