@@ -13,6 +13,7 @@ from typing import NamedTuple
 from harness.analysis.plan.activations import has_dense_mask
 from harness.analysis.plan.work import H200_GB_S, H200_TFLOPS
 from harness.config.model import AttentionKind, NormKind, NormPlacement
+from harness.config.optim import MomentDtype, OptimizerKind
 from harness.config.parallel import ActivationCheckpointing
 from harness.config.precision import Fp8Engine, Fp8Recipe, PrecisionKind
 from harness.config.schema import Config, sharing
@@ -36,6 +37,9 @@ PARAMETERS = Range("parameters", 124_668_672, 5_933_109_248)
 MICRO_BATCH = Range("tokens per micro-batch", 4096, 131_072)
 SEQUENCE = Range("tokens per sequence", 4096, 32_768)
 HEAD_DIM = Range("numbers per head", 64, 128)
+MUON_PARAMETERS = 1_263_634_432
+"""The only size that was measured with Muon, whose time depends on the shapes of the matrices."""
+ONLY_1B = "measured with 1b in bf16, compiled, without activation checkpointing"
 
 
 def sizes(cfg: Config, *, world_size: int) -> dict[Range, int]:
@@ -74,6 +78,7 @@ def _settings(cfg: Config) -> list[str]:
     kind, fp8 = cfg.precision.kind, cfg.precision.fp8
     checkpointing = cfg.parallel.activation_checkpointing
     is_plain = cfg.parallel.compile and checkpointing is ActivationCheckpointing.none
+    is_plain_bf16 = is_plain and kind is PrecisionKind.bf16
     found = []
     if kind is PrecisionKind.fp8:
         if fp8.engine is Fp8Engine.emulated:
@@ -87,6 +92,10 @@ def _settings(cfg: Config) -> list[str]:
     if cfg.data.document_mask:
         dense = "a dense mask" if has_dense_mask(cfg) else "one document in each sequence, shorter ones are faster"
         found.append(f"data.document_mask, planned for {dense}")
+    if cfg.optim.kind is OptimizerKind.muon and not (is_plain_bf16 and num_parameters(cfg.model) == MUON_PARAMETERS):
+        found.append(f"optim.kind={cfg.optim.kind} ({ONLY_1B})")
+    if cfg.optim.moment_dtype is MomentDtype.bf16 and not is_plain_bf16:
+        found.append(f"optim.moment_dtype={cfg.optim.moment_dtype} ({ONLY_1B})")
     if cfg.parallel.activation_offload:
         found.append("parallel.activation_offload")
     if cfg.model.attention is AttentionKind.fp32:

@@ -129,3 +129,12 @@ def test_given_mfu_leaves_communication_estimated() -> None:
     assert unmeasured(slow, world_size=1, is_mfu_given=True) == []
     assert unmeasured(slow, world_size=4, is_mfu_given=True) == ["several ranks"]
     assert "  basis             --mfu\n" in render(plan(slow, world_size=1, mfu=0.03))
+
+
+@pytest.mark.parametrize("more", ["model=3b", "precision=fp8", "parallel.compile=false"])
+def test_muon_was_measured_in_one_configuration(more: str) -> None:
+    assert any(reason.startswith("optim.kind=muon") for reason in unmeasured(config("optim=muon", more), world_size=1))
+    is_moment_covered = not any(
+        "moment" in each for each in unmeasured(config("optim.moment_dtype=bf16", more), world_size=1)
+    )
+    assert is_moment_covered is (more == "model=3b")
