@@ -209,7 +209,7 @@ def test_scale_tensor() -> None:
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("count", [0, 1, 4095, 3 * 4096 + 5])
 def test_bit_digest(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, count: int) -> None:
-    """All bit patterns, NaN and negative zero among them; the programs process several blocks."""
+    """Random bit patterns; the programs process several blocks."""
     from harness.kernels import bit_digest
 
     monkeypatch.setattr(bit_digest, "MAX_DIGEST_PROGRAMS", 2)

@@ -51,8 +51,8 @@ LARGER_FAULTS = {
 """At 125m the gradients of the first steps are 50 times as large, and with beta2 = 0.999 the second moment
 holds them."""
 CALMER_TRAINING = {"125m": {"slow_gradient_growth": ("optim.lr=1e-4", "model.qk_norm=true")}}
-"""It has no clipping and a constant rate: at 125m and 3e-4 the attention logits of the clean twin grow from step 140
-on."""
+"""slow_gradient_growth trains without clipping, at a constant learning rate: at 125m and 3e-4 the attention logits of
+its clean twin grow from step 140 on."""
 
 
 @pytest.fixture(scope="module")
