@@ -2,6 +2,7 @@
 
     python -m tests.bench.corruption                                        all three, 2 gloo ranks, a small model
     python -m tests.bench.corruption --only clean --steps 100000            more clean steps
+    python -m tests.bench.corruption --only clean --steps 60000 --from-step 40000    those that an earlier call left
     python -m tests.bench.corruption --only cost +experiment=1b_bf16        1.26B parameters, 4k x 8 tokens, on a GPU
     python -m tests.bench.corruption --only seeds clean --steps 2000 precision=bf16 parallel.device=cuda \\
         launch.ranks_per_gpu=2                                              2 NCCL ranks that share a GPU
@@ -227,6 +228,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=100, help="permanent faults")
     parser.add_argument("--every", type=int, default=8, help="steps between checks while seeds are searched for")
     parser.add_argument("--steps", type=int, default=2000, help="clean steps")
+    parser.add_argument("--from-step", type=int, default=0, help="clean steps that earlier calls have done")
     parser.add_argument("--rounds", type=int, default=6, help="pairs of blocks for the cost")
     parser.add_argument("--block-steps", type=int, default=10, help="steps of a block")
     options = parser.parse_args()
@@ -240,11 +242,12 @@ def main() -> None:
             report_seeds(found[0], every=options.every, num_ranks=options.ranks)
         if "clean" in options.only:
             alarms = 0
-            for first in range(0, options.steps, CLEAN_STEPS):
-                num_steps = min(CLEAN_STEPS, options.steps - first)
+            end = options.from_step + options.steps
+            for first in range(options.from_step, end, CLEAN_STEPS):
+                num_steps = min(CLEAN_STEPS, end - first)
                 run = (options.ranks, inspect_run_with, f"{directory}/clean-{first}", (*small, f"run.seed={first}"))
                 alarms += pool.run(*run, count_false_alarms, num_steps)[0]
-                done = f"{first + num_steps:,} steps, each checked, {options.ranks} ranks"
+                done = f"steps {options.from_step:,} to {first + num_steps:,}, each checked, {options.ranks} ranks"
                 print(f"clean: {alarms} false alarms in {done}", flush=True)
     if "cost" in options.only:
         measure_cost(options.overrides, rounds=options.rounds, num_steps=options.block_steps)
