@@ -1,1 +1,1 @@
-"""A pretraining harness whose runs survive."""
+"""Pretraining of language models: training loop, sentinel, checkpoints, and the tools that read a run."""

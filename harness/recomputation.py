@@ -38,15 +38,15 @@ def check_interval(cfg: Config, world: World) -> int:
     return cfg.sentinel.sdc.every if cfg.run.deterministic or world.device.type == "cpu" else 0
 
 
-def explain_off(cfg: Config, world: World) -> str:
+def explain_check_off(cfg: Config, world: World) -> str:
     """One line if the config asks for checks that this run cannot make; empty otherwise."""
     if cfg.sentinel.sdc.every and not check_interval(cfg, world):
-        return "sentinel.sdc: off: on a GPU it needs run.deterministic=true, else two computations may differ"
+        return "sentinel.sdc: off, because on a GPU two computations may differ without run.deterministic=true"
     return ""
 
 
 def choose_recomputation(parts: Parts, *, iteration: int, cfg: Config) -> int | None:
-    """Whose rows are computed again in the coming step; None: nobody's. Equal on all ranks.
+    """Choose whose rows the coming step computes again; None: no recomputation. Equal on all ranks.
 
     With delayed fp8 scaling every rank has scales of its own, so ranks cannot be compared with each other. A context
     group computes the rows of another group, so distances are multiples of its size.

@@ -90,7 +90,9 @@ def keep_steps(run: Run, kept: TrialSteps, train_step: TrainStep) -> Ending | No
         parts.checkpoints.request_save()
     every = cfg.eval.every_steps
     if every and any(step % every == 0 for step in range(first_step, state.step)):
-        run.reporter.emit(evaluate(parts, state, cfg=cfg, beat=lambda: run.heart.beat(state, Phase.evaluate)))
+        run.reporter.emit_after_pause(
+            evaluate(parts, state, cfg=cfg, beat=lambda: run.heartbeat.beat(state, Phase.evaluate))
+        )
     return None
 
 
@@ -100,16 +102,16 @@ def run_action(run: Run, action: Action) -> Outcome:
     After a restore, reports of the steps that it undid are logged and not processed. If the restore failed, they stay
     in the mailbox and are processed like all others.
     """
-    run.reporter.note(action)
+    run.reporter.emit_event(action)
     if action.kind is ActionKind.check:
         for facts, values in run.parts.mailbox.read(everything=True):  # these steps stay
             run.process_report(facts, values)
-    with run.heart.during(Phase.restore):
+    with run.heartbeat.during(Phase.restore):
         outcome = recover(action, run.parts, run.state, root=run.directory.checkpoints)
     if action.kind in RESTORES and outcome.succeeded:
         in_flight = [run.log_step(facts, values) for facts, values in run.parts.mailbox.read(everything=True)]
         outcome.steps_lost -= sum(record.refused for record in in_flight)  # counted as applied when they were issued
-    run.reporter.emit(outcome)
+    run.reporter.emit_after_pause(outcome)
     return outcome
 
 

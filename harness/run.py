@@ -48,7 +48,7 @@ class Run:
     stop: StopRequest
     inbox: Watcher | None
     """Operator commands; on rank 0 only."""
-    heart: Heartbeat
+    heartbeat: Heartbeat
     gc_schedule: GcSchedule
     profiler: StepProfiler
 
@@ -70,7 +70,7 @@ class Run:
         """Turn a step report into its record, and write the record to the event log."""
         record = self.read_record(facts, values)
         logged = self.reporter.emit_step(record, posted_s=facts.posted_s, batch_tokens=facts.batch_tokens)
-        self.heart.set_progress(logged, left_s=self.reporter.left_s(logged))
+        self.heartbeat.set_progress(logged, left_s=self.reporter.left_s(logged))
         return logged
 
     def process_report(
@@ -82,7 +82,7 @@ class Run:
         """
         parts, state = self.parts, self.state
         if measured := parts.check.receive(facts.iteration):
-            self.reporter.note(measured)
+            self.reporter.emit_event(measured)
             parts.sentinel.on_held_out_measured(measured)
         record = self.log_step(facts, values)
         state.correct_step(refused=record.refused)
@@ -90,7 +90,7 @@ class Run:
             return record, None
         findings, action = parts.sentinel.process_record(record)
         for finding in findings:
-            self.reporter.note(finding)
+            self.reporter.emit_event(finding)
         parts.checkpoints.on_step_record(
             record, state, doubtful_since=parts.sentinel.policy.doubtful_since, remembered=parts.sentinel.memory
         )

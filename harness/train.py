@@ -46,7 +46,7 @@ from harness.distributed.determinism import DeterministicSettings, deterministic
 from harness.distributed.world import World, connected, rank_from_environment
 from harness.precision.attention import fast_attention
 from harness.precision.fp8.engine import require_engine
-from harness.recomputation import choose_recomputation, explain_off
+from harness.recomputation import choose_recomputation, explain_check_off
 from harness.recovery import run_actions
 from harness.remote_resume import restore_remote_run
 from harness.resume import Opened, open_run, resume
@@ -78,10 +78,10 @@ def train(run: Run) -> Ending:
     measure_held_out(parts, state)
     run.profiler.plan(state)
     while state.step < cfg.train.num_steps and (ending is None or state.iteration < ending.after):
-        run.heart.beat(state)
+        run.heartbeat.beat(state)
         run.profiler.advance(state)
         train_step(run)
-        with run.heart.during(Phase.save):
+        with run.heartbeat.during(Phase.save):
             if parts.checkpoints.snapshot_if_due(state):
                 measure_held_out(parts, state)
         ending = process_reports(run, ending=ending)
@@ -90,7 +90,9 @@ def train(run: Run) -> Ending:
         if evaluates or ending is not None or state.step == cfg.train.num_steps:
             ending = process_reports(run, everything=True, ending=ending)
         if evaluates and not (ending is not None and ending.is_halt):
-            run.reporter.emit(evaluate(parts, state, cfg=cfg, beat=lambda: run.heart.beat(state, Phase.evaluate)))
+            run.reporter.emit_after_pause(
+                evaluate(parts, state, cfg=cfg, beat=lambda: run.heartbeat.beat(state, Phase.evaluate))
+            )
         run.gc_schedule.end_iteration()
     if ending is None or (state.step >= cfg.train.num_steps and ending.exit_code == EXIT_INTERRUPTED):
         return Ending(EXIT_DONE, "all steps done")
@@ -107,7 +109,7 @@ def train_step(run: Run, *, is_trial: bool = False) -> None:
     place = parts.ledger.next_batch(state.cursor, state.given_back)
     window = parts.planned.at(place.position, state)
     if not is_trial and (event := parts.planned.announce(window, place.batch, state)):
-        run.reporter.note(event)
+        run.reporter.emit_event(event)
     batch = parts.batches[place.batch]
     branches = choose_branches(run, place.batch, position=place.position, planned=window is not None)
 
@@ -142,7 +144,7 @@ class Branches(NamedTuple):
     planned: bool
     """The step lies in the window after a planned change."""
     recompute: int | None = None
-    """Whose rows are computed again and compared: those of the rank that many places on; None: nobody's."""
+    """Compute the first micro-batch twice, once with the rows of the rank this many places on; None: no second time."""
 
 
 def choose_branches(run: Run, cursor: int, *, position: int | None = None, planned: bool = False) -> Branches:
@@ -244,7 +246,7 @@ def process_reports(run: Run, *, everything: bool = False, ending: Ending | None
         if record.command_waits and ending is None:
             ending = run_operator_commands(run, train_step)
     for event in [*parts.checkpoints.drain_events(), *parts.sentinel.drain_events()]:
-        run.reporter.note(event)
+        run.reporter.emit_event(event)
     return ending
 
 
@@ -255,38 +257,39 @@ def reason_to_end(run: Run, record: ReducedRecord) -> Ending | None:
     return Ending(EXIT_INTERRUPTED, "stopped") if record.stop_requested else None
 
 
-def leave(run: Run, ending: Ending) -> Ending:
-    """Log who asked for the stop, and save a last checkpoint. A halted run saves nothing: its state may be damaged."""
+def finish_run(run: Run, ending: Ending) -> Ending:
+    """Save a last checkpoint, and log who asked for the stop. A halted run saves nothing: its state may be damaged."""
     if ending.is_halt:
         run.parts.ring.end_sharing()
         run.parts.checkpoints.finish()
         for event in run.parts.checkpoints.drain_events():
-            run.reporter.note(event)
+            run.reporter.emit_event(event)
         return ending
     if ending.exit_code == EXIT_INTERRUPTED:
         ending = Ending(EXIT_INTERRUPTED, f"{ending.reason}: {run.stop.reason}")
         if run.parts.world.is_first and (asked := stop_requests.stop_event(run.directory, run.state.iteration)):
             append_line(run.directory.interventions, to_json(asked))
-            run.reporter.note(asked)
+            run.reporter.emit_event(asked)
     is_done = ending.exit_code == EXIT_DONE
-    with run.heart.during(Phase.save):
+    with run.heartbeat.during(Phase.save):
         is_saved = run.parts.checkpoints.save_last(run.state, is_done=is_done, remembered=run.parts.sentinel.memory)
     for event in run.parts.checkpoints.drain_events():
-        run.reporter.note(event)
+        run.reporter.emit_event(event)
     if is_saved:
         run.parts.ring.end_sharing()
     return ending if is_saved else Ending(EXIT_INTERRUPTED, f"{ending.reason}, but the last checkpoint was not saved")
 
 
-Outfit = Callable[[Run], Run]
-"""Wraps a run that is ready to start. Only drills use it, to inject faults."""
+RunWrapper = Callable[[Run], Run]
+"""Wraps the parts of a run that is ready to start. Only drills and tests use it, to inject faults."""
 
 
-def as_built(run: Run) -> Run:
+def unwrapped(run: Run) -> Run:
+    """The wrapper of an ordinary run: changes nothing."""
     return run
 
 
-def run_worker(cfg: Config, outfit: Outfit = as_built) -> int:
+def run_worker(cfg: Config, wrap: RunWrapper = unwrapped) -> int:
     """Run one rank from start to end; returns its exit code."""
     stop = StopRequest()
     _, world_size, _ = rank_from_environment()
@@ -307,17 +310,17 @@ def run_worker(cfg: Config, outfit: Outfit = as_built) -> int:
         opened = run_on_rank_zero(lambda: open_run(cfg, data))
         if opened.problem:
             raise ConfigError("", opened.problem)
-        return run_opened(cfg, opened, world, stop, outfit, settings)
+        return train_opened_run(cfg, opened, world, stop, wrap, settings)
 
 
-def run_opened(
-    cfg: Config, opened: Opened, world: World, stop: StopRequest, outfit: Outfit, settings: DeterministicSettings
+def train_opened_run(
+    cfg: Config, opened: Opened, world: World, stop: StopRequest, wrap: RunWrapper, settings: DeterministicSettings
 ) -> int:
     """Build all parts, resume from the newest checkpoint, train, and end the run."""
     directory = opened.run
     with (
-        Heartbeat(directory, rank=world.rank, world_size=world.size, num_steps=cfg.train.num_steps) as heart,
-        sampling_system(directory, world, heart, every_s=cfg.telemetry.system_every_s),
+        Heartbeat(directory, rank=world.rank, world_size=world.size, num_steps=cfg.train.num_steps) as heartbeat,
+        sampling_system(directory, world, heartbeat, every_s=cfg.telemetry.system_every_s),
         uploading(directory, cfg.checkpoint.remote, is_first=world.is_first),
         closing_parts(build(cfg, world, directory, shares_snapshots=True)) as parts,
         enter_on_all_ranks(EventReporter(cfg, directory, world=world, meter=build_meter(cfg, world))) as reporter,
@@ -331,10 +334,10 @@ def run_opened(
             line = check_determinism(parts, state, cfg=cfg)
             if world.is_first:
                 print(f"run.deterministic: {line}{settings.describe_kept()}", flush=True)
-        if world.is_first and (line := explain_off(cfg, world)):
+        if world.is_first and (line := explain_check_off(cfg, world)):
             print(line, flush=True)
         for event in events:
-            reporter.emit(event)
+            reporter.emit_after_pause(event)
         if any(key.startswith("data.") for key in opened.changes):
             parts.planned.resume_with_other_data(state.cursor)
         elif any(key.startswith("train.batch_size") for key in opened.changes):
@@ -342,8 +345,8 @@ def run_opened(
         if world.is_first and (dtypes := opened.changes.get("optim.moment_dtype")) and state.step:
             print(f"optim.moment_dtype: the moments of step {state.step} were {dtypes[0]}, are {dtypes[1]}", flush=True)
         if opened.changes:
-            reporter.emit(rundir.make_config_change_event(opened.changes, iteration=state.iteration))
-        run = outfit(
+            reporter.emit_after_pause(rundir.make_config_change_event(opened.changes, iteration=state.iteration))
+        run = wrap(
             Run(
                 cfg=cfg,
                 directory=directory,
@@ -352,15 +355,15 @@ def run_opened(
                 reporter=reporter,
                 stop=stop,
                 inbox=inbox,
-                heart=heart,
+                heartbeat=heartbeat,
                 gc_schedule=gc_schedule,
                 profiler=profiler,
             )
         )
-        code, reason, _ = leave(run, train(run))
-        heart.end(code, reason, state)
+        code, reason, _ = finish_run(run, train(run))
+        heartbeat.end(code, reason, state)
         for incident in parts.sentinel.drain_events(last=True):
-            reporter.note(incident)
+            reporter.emit_event(incident)
         reporter.end(
             RunEnded(time=time.time(), iteration=state.iteration, step=state.step, exit_code=code, reason=reason)
         )

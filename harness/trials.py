@@ -85,7 +85,7 @@ def run_trial(run: Run, action: Action, train_step: TrainStep) -> tuple[Outcome,
 
     Reports of steps issued before it are processed first. If one of them calls for a response, there is no trial.
     """
-    run.reporter.note(action)
+    run.reporter.emit_event(action)
     begun_s = time.monotonic()
     for facts, values in run.parts.mailbox.read(everything=True):  # these steps stay
         run.process_report(facts, values)
@@ -104,7 +104,7 @@ def run_trial(run: Run, action: Action, train_step: TrainStep) -> tuple[Outcome,
     num_kept = 0 if kept is None else len(kept.records)
     outcome = make_outcome(run, action, problem, results, num_kept=num_kept)
     outcome.seconds = time.monotonic() - begun_s - (0.0 if kept is None else kept.seconds)
-    run.reporter.emit(outcome)
+    run.reporter.emit_after_pause(outcome)
     return outcome, kept
 
 
@@ -152,7 +152,7 @@ def try_candidates(
         result = measure_candidate(run, action, candidate, steps)
         results.append(result)
         parts.sentinel.on_trial_measured(result)
-        run.reporter.note(result)
+        run.reporter.emit_event(result)
         if choose_candidate(results) == number - 1:
             parts.ring.discard_from(start.state.iteration + 1)
             best = steps
@@ -185,7 +185,7 @@ def train_candidate(
 
     with remedy_in_force(run, candidate):
         for _ in range(num_steps):
-            run.heart.beat(state, Phase.trial)
+            run.heartbeat.beat(state, Phase.trial)
             train_step(run, is_trial=True)
             read_reports()
             if steps.must_stop:

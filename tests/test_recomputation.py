@@ -16,7 +16,7 @@ from harness.data.order.ledger import Ledger
 from harness.distributed.bit_digests import INTEGERS, BitDigests, Computation, digest_bits, gradient_stage, stage_names
 from harness.distributed.world import World
 from harness.planned_changes import windows
-from harness.recomputation import check_interval, choose_distance, explain_off
+from harness.recomputation import check_interval, choose_distance, explain_check_off
 from harness.sentinel.device.gate import Gate
 from harness.sentinel.device.signals import SignalLayout
 from harness.sentinel.device.slots import SLOTS, find_corrupted, summarize_slots
@@ -141,9 +141,9 @@ def test_a_gpu_needs_determinism_and_the_start_says_so(deterministic: bool, kind
     cfg = load(["sentinel.sdc.every=9", f"run.deterministic={str(deterministic).lower()}"])
     world = cast(World, SimpleNamespace(device=torch.device(kind)))
     assert check_interval(cfg, world) == expected
-    assert ("run.deterministic=true" in explain_off(cfg, world)) == (expected == 0)
+    assert ("run.deterministic=true" in explain_check_off(cfg, world)) == (expected == 0)
     cfg.sentinel.sdc.every = 0
-    assert explain_off(cfg, world) == "", "nobody asked for it"
+    assert explain_check_off(cfg, world) == "", "nobody asked for it"
 
 
 def test_a_negative_interval_is_an_error() -> None:

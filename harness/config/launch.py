@@ -124,7 +124,7 @@ class LaunchConfig:
     nproc: int | None
     """Ranks per machine; null: one per GPU, or 2 on CPU."""
     ranks_per_gpu: int
-    """Ranks that share one GPU, to rehearse a run of many ranks on few GPUs: NCCL takes each rank for a machine of its
+    """Ranks that share one GPU, to rehearse a run of many ranks on few GPUs: NCCL treats each rank as a machine of its
     own and connects them over loopback. Each rank may allocate its share of the memory. Collectives are slow. One
     machine only; 1: every rank has a GPU of its own."""
     threads: int | None

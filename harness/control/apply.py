@@ -50,14 +50,14 @@ def run_operator_commands(run: Run, train_step: TrainStep) -> Ending | None:
             is_paused = isinstance(command.order, Pause) or (is_paused and not isinstance(command.order, Resume))
             changes, ending = apply_command(run, command, train_step)
             event = intervention_event(command, run.state.iteration, changes)
-            run.reporter.emit(event)
+            run.reporter.emit_after_pause(event)
             if run.inbox:
                 run.inbox.done(command, event)
             if ending is not None:
                 return ending
         if not is_paused:
             return None
-        run.heart.beat(run.state, Phase.pause)
+        run.heartbeat.beat(run.state, Phase.pause)
         if run.inbox:
             run.inbox.wait(PAUSE_POLL_S)
         if any(gather_results(lambda: bool(run.stop))):

@@ -188,7 +188,7 @@ def node_from_environment() -> str:
 
 
 def _share_gpu(device: torch.device, rank: int, ranks_per_gpu: int) -> None:
-    """Let NCCL take this rank for a machine of its own, and limit it to its share of the GPU's memory."""
+    """Let NCCL treat this rank as a machine of its own, and limit it to its share of the GPU's memory."""
     if device.type != "cuda":
         raise ConfigError("launch.ranks_per_gpu", f"is {ranks_per_gpu}, but the ranks run on CPU; use launch.nproc")
     os.environ["NCCL_HOSTID"] = f"rank-{rank}"

@@ -84,7 +84,7 @@ class FaultKind(StrEnum):
     kill_node = "kill_node"
     """SIGKILL of all ranks of this machine and of their launcher."""
     unhealthy_node = "unhealthy_node"
-    """The machine of this rank cannot write to the run directory when it wants to join."""
+    """The machine of this rank cannot write to the run directory when it tries to join."""
     preemption = "preemption"
     """SIGUSR1, which a scheduler sends before it ends a job."""
     full_disk = "full_disk"

@@ -57,7 +57,7 @@ class EventReporter:
             self._evaluations = EvaluationProcess.start(self._run, self._cfg.eval)
         return self
 
-    def emit(self, event: Event) -> None:
+    def emit_after_pause(self, event: Event) -> None:
         """Report an event whose work interrupted training; that time does not count in the throughput."""
         self._report(event)
         self._meter.resume(time.perf_counter())
@@ -66,7 +66,7 @@ class EventReporter:
         """Measure the duration of the next step from this time (`time.perf_counter`) on."""
         self._meter.resume(now_s)
 
-    def note(self, event: Event) -> None:
+    def emit_event(self, event: Event) -> None:
         """Report an event that took no training time."""
         self._report(event)
 

@@ -124,14 +124,14 @@ class SystemSampler:
 
 
 @contextmanager
-def sampling_system(run: RunDir, world: World, heart: Heartbeat, *, every_s: float) -> Iterator[None]:
+def sampling_system(run: RunDir, world: World, heartbeat: Heartbeat, *, every_s: float) -> Iterator[None]:
     """Sample this machine while the block runs, if `every_s` is not 0 and this is the first rank of the machine."""
     if every_s == 0 or not world.is_first_on_host:
         yield
         return
     every_s = max(every_s, world.size / WRITES_PER_S)
     sampler = SystemSampler(
-        run, rank=world.rank, every_s=every_s, iteration=lambda: heart.iteration, gpus=world.gpu_uuids
+        run, rank=world.rank, every_s=every_s, iteration=lambda: heartbeat.iteration, gpus=world.gpu_uuids
     )
     with sampler:
         yield

@@ -17,7 +17,7 @@ class Elastic:
     """On which machines a run may continue that can lose some."""
 
     allowed: tuple[int, ...]
-    """Numbers of nodes on which the run can continue, in ascending order; it wants the last."""
+    """Numbers of nodes on which the run can continue, in ascending order; it prefers the last."""
     record: NodeRecord
     """Faults of the machines; written by node 0."""
     problems: list[str]

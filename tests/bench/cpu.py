@@ -93,7 +93,7 @@ def train_harness(cfg: Config, permits: StepPermits) -> None:
     """Run one complete rank of the harness; each step waits for a permit."""
 
     def add_permits(run: Run) -> Run:
-        return replace(run, heart=intercept(run.heart, "beat", permits.acquire, first=True))
+        return replace(run, heartbeat=intercept(run.heartbeat, "beat", permits.acquire, first=True))
 
     run_worker(cfg, add_permits)
 

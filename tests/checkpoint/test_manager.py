@@ -63,7 +63,7 @@ def obstructed(directory: str) -> None:
     cfg = load([*cases.TINY, f"run.dir={directory}", "checkpoint.keep=100", *overrides])
     obstacle = Path(directory) / "a" / "checkpoints" / "step-00000004-gen-0" / catalog.HEALTH
 
-    def outfit(run: Run) -> Run:
+    def wrap(run: Run) -> Run:
         def look() -> None:
             if run.state.iteration == 6:
                 while not obstacle.parent.exists():
@@ -75,7 +75,7 @@ def obstructed(directory: str) -> None:
         run.parts.mailbox = intercept(run.parts.mailbox, "post", look, first=False)
         return run
 
-    train.run_worker(cfg, outfit)
+    train.run_worker(cfg, wrap)
 
 
 def test_failed_health_mark_is_retried(ranks: Pool, tmp_path: Path) -> None:

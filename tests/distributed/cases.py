@@ -127,13 +127,13 @@ def run_in_fp8(directory: str, *overrides: str) -> list[bool | None]:
     """Whether fp8 was switched on on this rank, for each iteration of a whole run."""
     seen: list[bool | None] = []
 
-    def outfit(run: Run) -> Run:
+    def wrap(run: Run) -> Run:
         record_step = lambda: seen.append(run.parts.fp8_layers.in_fp8)  # noqa: E731
         run.parts.mailbox = intercept(run.parts.mailbox, "post", record_step, first=True)
         return run
 
     cfg = tiny("precision=fp8_emulated", "run.name=victim", *overrides, directory=directory)
-    assert train.run_worker(cfg, outfit) == 0
+    assert train.run_worker(cfg, wrap) == 0
     return seen
 
 
@@ -417,7 +417,7 @@ def start_run(directory: str, *overrides: str) -> StartResult:
     windows: list[tuple[str, int]] = []
     held_out: list[tuple[str, int]] = []
 
-    def outfit(run: Run) -> Run:
+    def wrap(run: Run) -> Run:
         batches = run.parts.batches
         source = run.parts.held_out.sources[0]
         held_out.extend(source.corpus.origin(sample)[:2] for sample in source.samples)
@@ -428,7 +428,7 @@ def start_run(directory: str, *overrides: str) -> StartResult:
     cfg = tiny(*overrides, directory=directory)
     code, problem = 2, ""
     try:
-        code = train.run_worker(cfg, outfit)
+        code = train.run_worker(cfg, wrap)
     except ConfigError as error:
         problem = str(error)
     path = rundir.locate(cfg).events

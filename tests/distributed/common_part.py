@@ -30,7 +30,7 @@ def run_until(cfg: Config, num_steps: int) -> int:
     started: list[Run] = []
     compute: Callable[..., None] = getattr(train, "forward_backward")  # noqa: B009  (which train only imports)
 
-    def outfit(run: Run) -> Run:
+    def wrap(run: Run) -> Run:
         started.append(run)
         return run
 
@@ -41,7 +41,7 @@ def run_until(cfg: Config, num_steps: int) -> int:
         compute(*arguments, **options)
 
     with patch.object(train, "forward_backward", compute_and_stop):
-        return train.run_worker(cfg, outfit)
+        return train.run_worker(cfg, wrap)
 
 
 def copy_common_part(ranks: Pool, root: Path, cfg: Config, num_steps: int, target: RunDir, *, size: int = 2) -> None:

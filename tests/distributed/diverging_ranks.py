@@ -44,13 +44,13 @@ def run_with_change(directory: str, change: Change, *overrides: str) -> RankResu
 def run_rank(cfg: Config, change: Change = lambda _: None) -> RankResult:
     captured: list[Run] = []
 
-    def outfit(run: Run) -> Run:
+    def wrap(run: Run) -> Run:
         change(run)
         captured.append(run)
         return run
 
     try:
-        code = train.run_worker(cfg, outfit)
+        code = train.run_worker(cfg, wrap)
     except Exception as error:
         return RankResult(None, f"{type(error).__name__}: {error}")
     return RankResult(code, iteration=captured[0].state.iteration)

@@ -50,12 +50,12 @@ def inspect_run_with(directory: str, overrides: Sequence[str], inspect: Callable
     cfg = tiny("optim.warmup_steps=4", "run.name=victim", *overrides, directory=directory)
     found: list[Any] = []
 
-    def outfit(run: Run) -> Run:
+    def wrap(run: Run) -> Run:
         found.append(inspect(run, *arguments))
         raise _EndRun
 
     with suppress(_EndRun):
-        train.run_worker(cfg, outfit)
+        train.run_worker(cfg, wrap)
     return found[0]
 
 

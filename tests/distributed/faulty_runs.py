@@ -71,7 +71,7 @@ def run(directory: str, fault: Fault | None, *overrides: str) -> RankResult:
 @contextmanager
 def installed(fault: Fault | None, captured: list[Parts]) -> Iterator[None]:
     """Patch functions of the training loop; the harness has no hook for this."""
-    originals = {name: getattr(train, name) for name in ("build", "forward_backward", "apply_update", "leave")}
+    originals = {name: getattr(train, name) for name in ("build", "forward_backward", "apply_update", "finish_run")}
     calls = 0
     cursor = -1
 
@@ -116,8 +116,8 @@ def installed(fault: Fault | None, captured: list[Parts]) -> Iterator[None]:
             parts.sentinel.digest += 1
         return report
 
-    def leave(run: Any, ending: Any) -> Any:
-        left = originals["leave"](run, ending)
+    def finish_run(run: Any, ending: Any) -> Any:
+        left = originals["finish_run"](run, ending)
         captured[0].final = digest(run.parts.tensors())  # type: ignore[attr-defined]
         trained = {name: each for name, each in run.parts.tensors().items() if not name.startswith("device.")}
         captured[0].weights = digest(trained)  # type: ignore[attr-defined]
@@ -127,7 +127,7 @@ def installed(fault: Fault | None, captured: list[Parts]) -> Iterator[None]:
         ("build", build),
         ("forward_backward", forward_backward),
         ("apply_update", apply_update),
-        ("leave", leave),
+        ("finish_run", finish_run),
     ):
         setattr(train, name, replacement)
     try:

@@ -138,8 +138,8 @@ def run_worker_with_orders(
     cfg = tiny(*overrides, directory=directory)
     run, num_steps_started, steps_started_at_pause, state = locate(cfg), 0, 0, ""
     compute: Callable[..., None] = getattr(train, "forward_backward")  # noqa: B009  (which train only imports)
-    original_leave, original_wait, original_waits, original_look = (
-        train.leave,
+    original_finish_run, original_wait, original_waits, original_look = (
+        train.finish_run,
         Watcher.wait,
         Watcher.waits,
         Watcher.look,
@@ -170,13 +170,13 @@ def run_worker_with_orders(
             when_paused(run)
         return has_command
 
-    def leave(left: Any, ending: Any) -> Any:
+    def finish_run(left: Any, ending: Any) -> Any:
         nonlocal state
         state = digest(left.parts.tensors())
-        return original_leave(left, ending)
+        return original_finish_run(left, ending)
 
     with (
-        patch.multiple(train, forward_backward=forward_backward, leave=leave),
+        patch.multiple(train, forward_backward=forward_backward, finish_run=finish_run),
         patch.object(apply, "PAUSE_POLL_S", 0.05),
         patch.multiple(Watcher, look=look, waits=waits, wait=wait),
         patch.multiple(watcher, LOOK_EVERY_S=0.05, WORD_EVERY_S=0.0),

@@ -66,7 +66,7 @@ def start(run: Path, *overrides: str) -> tuple[Parts, Config]:
 def open_run(cfg: Config, parts: Parts, directory: Path, state: RunState) -> Iterator[Run]:
     run = RunDir(directory)
     with (
-        Heartbeat(run, rank=0, world_size=1, num_steps=cfg.train.num_steps) as heart,
+        Heartbeat(run, rank=0, world_size=1, num_steps=cfg.train.num_steps) as heartbeat,
         EventReporter(cfg, run, world=parts.world, meter=build_meter(cfg, parts.world)) as reporter,
         GcSchedule() as gc_schedule,
         StepProfiler(run, cfg.profile, rank=0, world_size=1, device=parts.world.device) as profiler,
@@ -79,7 +79,7 @@ def open_run(cfg: Config, parts: Parts, directory: Path, state: RunState) -> Ite
             reporter=reporter,
             stop=StopRequest(),
             inbox=None,
-            heart=heart,
+            heartbeat=heartbeat,
             gc_schedule=gc_schedule,
             profiler=profiler,
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import final
 
-from harness.analysis.postmortem.measures import middle
+from harness.analysis.postmortem.incident_numbers import finite_median
 from harness.analysis.postmortem.recorded_batch import rare_count
 from harness.analysis.postmortem.rules.data_rules import RARE_FACTOR
 from harness.config.sentinel import DetectConfig
@@ -180,7 +180,7 @@ def is_restored(record: StepRecord, newest: int, *, was_refused: bool) -> bool:
 def describe_rare_tokens(spike: Spike, records: Sequence[StepRecord]) -> str | None:
     """How many rare tokens the batch of a spike holds; None: not unusually many, or not recorded."""
     before = [r for r in records if r.iteration < spike.at.iteration and not r.refused][-WINDOW_ROWS:]
-    usual, count = middle(rare_count(record) for record in before), rare_count(spike.at)
+    usual, count = finite_median(rare_count(record) for record in before), rare_count(spike.at)
     if usual is None or count is None or count < RARE_FACTOR * max(usual, 1.0):
         return None
     return f"its rarest tokens occur {count} times (usually {usual:g} times)"

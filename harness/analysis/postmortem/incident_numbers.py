@@ -47,7 +47,7 @@ def incident_numbers(
         onset_cursor=None if first is None else first.cursor,
         level=None if level is None else level[0],
         sigma=0.0 if level is None else level[1],
-        usual_grad=middle(record.grad_norm for record in before[-RANGE_RECORDS:]),
+        usual_grad=finite_median(record.grad_norm for record in before[-RANGE_RECORDS:]),
         highest_grad=max((r.grad_norm for r in before if math.isfinite(r.grad_norm)), default=None),
         peak_grad=next((grad for grad in grads if not math.isfinite(grad)), max(grads, default=None)),
     )
@@ -147,7 +147,7 @@ def _median_at(losses: Sequence[float], steps: int) -> float | None:
     return value if math.isfinite(value) else math.nan
 
 
-def middle(values: Iterable[float | None]) -> float | None:
+def finite_median(values: Iterable[float | None]) -> float | None:
     """Median of the finite values; None if there are none."""
     kept = [value for value in values if value is not None and math.isfinite(value)]
     return median(kept) if kept else None

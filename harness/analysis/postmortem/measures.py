@@ -14,7 +14,7 @@ from statistics import median
 from typing import final
 
 from harness.analysis.postmortem.evidence import Evidence, IncidentNumbers
-from harness.analysis.postmortem.incident_numbers import middle as middle
+from harness.analysis.postmortem.incident_numbers import finite_median
 from harness.analysis.postmortem.recorded_batch import entropy
 from harness.config.errors import ConfigError
 from harness.config.optim import OptimConfig, ScheduleKind
@@ -228,7 +228,7 @@ def off_schedule(evidence: Evidence, measures: Measures) -> tuple[StepRecord, fl
 
     A scale that already held before the onset is divided out. None if an action or an operator changed the rate.
     """
-    usual = middle(_rate_factor(evidence, record) for record in measures.before[-20:])
+    usual = finite_median(_rate_factor(evidence, record) for record in measures.before[-20:])
     first = measures.before[0].iteration if measures.before else evidence.onset
     changed = any(event.iteration >= first for event in evidence.of(Intervention))
     if not usual or changed or any(action.lr_scale is not None for action in evidence.actions):

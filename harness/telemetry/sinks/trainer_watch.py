@@ -31,7 +31,7 @@ class Trainer:
     log_bytes: int
     """Size of the log when it started; older events are of earlier starts."""
     launcher_pid: int = 0
-    """Its parent; 0: unknown, and then nobody is waited for."""
+    """Its parent; 0: unknown, and its end is not waited for."""
     launcher_started: int | None = None
     _gone_s: float | None = None
     """When it was first seen to be gone, by the monotonic clock."""
