@@ -8,7 +8,6 @@ A local run directory is preferred, unless the run has gone on elsewhere since: 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
@@ -21,6 +20,7 @@ from harness.config.errors import StorageError, require
 from harness.config.schema import Config
 from harness.core import rundir
 from harness.core.rundir import RunDir
+from harness.core.stderr_lines import print_warning
 from harness.distributed.collectives import run_on_rank_zero
 from harness.telemetry.event_log import last_iteration
 
@@ -74,19 +74,19 @@ def restore_from_store(run: RunDir, cfg: CheckpointRemoteConfig) -> None:
     except StorageError as error:
         if not is_local:
             raise
-        print(f"warning: {error}; resuming from {run.path}, uploads wait", file=sys.stderr, flush=True)
+        print_warning(f"{error}; resuming from {run.path}, uploads wait")
 
 
 def require_newest(run: RunDir, remote: RemoteRun, index: RunIndex) -> None:
     """Reject a local directory that belongs to another run than the one in the store, or that is older."""
     known = read_run_id(run)
-    message = f"{remote.url} holds another run than {run.path}; choose another run.name or another URL"
+    message = f"{remote.url} and {run.path} hold different runs; choose another run.name or another URL"
     require(known in (None, index.run_id), KEY, message)
     usable = [each for each in remote.list_checkpoints() if each.health is not Health.tainted]
     if not usable:
         return
     newest, here = remote.read_manifest(usable[-1].name).iteration, last_iteration(run.events)
-    message = f"{remote.url} has come to iteration {newest}, {run.path} only to {here}"
+    message = f"{remote.url} is at iteration {newest}, {run.path} at {here}"
     advice = f"move {run.path} away to resume from the store, or choose another run.name"
     require(newest <= max(here, 0), KEY, f"{message}; {advice}")
 
@@ -101,7 +101,7 @@ def download(run: RunDir, remote: RemoteRun, index: RunIndex) -> None:
             remote.download_checkpoint(checkpoint.name, run.checkpoints)
         except Damaged as damage:
             problems.append(str(damage))
-            print(f"warning: {damage}", file=sys.stderr, flush=True)
+            print_warning(str(damage))
             continue
         break
     else:

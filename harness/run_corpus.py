@@ -143,7 +143,7 @@ def require_enough_rows(cfg: Config, record: DataRecord, *, num_data_ranks: int)
         return
     cursor = progress_of(run).resumes_at if rundir.has_begun(run) else 0
     size = BatchSizes(record.sizes).smallest_from(cursor)
-    message = f"batches from {cursor} on have {size} sequences, from an earlier start; too few for {num_data_ranks}"
+    message = f"batches from {cursor} on have the size of an earlier start, {size} sequences for {num_data_ranks}"
     require(size >= num_data_ranks, "train.batch_size", f"{message} ranks; use fewer ranks until they are consumed")
 
 
@@ -216,7 +216,7 @@ def refuse_fixed(settings: dict[str, tuple[Any, Any]], recorded: DataRecord, now
         require(not is_fixed, key, f"must stay {then} in this run, got {value}: {WOULD_CHANGE}; keep it, {NEW_RUN}")
     for name, source in now.sources.items():
         then_text = recorded.sources[name].text if name in recorded.sources else source.text
-        message = f"the embedded text comes with Python and is another one than when the run began: {WOULD_CHANGE}"
+        message = f"the embedded text comes with Python and differs from that of the first start: {WOULD_CHANGE}"
         is_same = not (then_text and source.text) or then_text == source.text
         require(is_same, f"data.sources.{name}.kind", f"{message}; use that Python, {NEW_RUN}")
 

@@ -68,7 +68,7 @@ def find_codec(cfg: Config) -> TextCodec:
     files = [name for source in cfg.data.sources.values() for name in source.paths if source.kind is DataKind.files]
     if not files:
         is_text = any(source.kind is DataKind.embedded for source in cfg.data.sources.values())
-        require(is_text, "data.sources", "this run trained on synthetic tokens, which are no text")
+        require(is_text, "data.sources", "must hold text for a prompt; this run trained on synthetic tokens")
         return TextCodec(tokenizer=ByteTokenizer())
     use_cache(cfg.data.remote)
     first = expand(files, key="data.sources")[0]

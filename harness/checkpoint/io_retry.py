@@ -8,12 +8,12 @@ Left out: reads that never return. The launcher detects a hung process (`launch.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar, final
 
 from harness.config.errors import StorageError
+from harness.core.stderr_lines import print_warning
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 
@@ -36,7 +36,7 @@ class IoRetry:
                 pause_s = next(self._pauses, None)
                 if pause_s is None:
                     raise
-                print(f"warning: {error}; trying again in {pause_s:g} s", file=sys.stderr, flush=True)
+                print_warning(f"{error}; trying again in {pause_s:g} s")
             time.sleep(pause_s)
 
 

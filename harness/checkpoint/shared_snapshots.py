@@ -10,7 +10,6 @@ private memory as without sharing.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from harness.config.checkpoint import AUTO, RingConfig
 from harness.core import snapshot_files
 from harness.core.snapshot_files import SnapshotHeader, SnapshotSet, slot_name
 from harness.core.state import RunState
+from harness.core.stderr_lines import print_warning
 from harness.distributed.collectives import gather_results
 from harness.distributed.host_memory import PinnedBlock
 from harness.distributed.world import World, new_background_group, node_from_environment
@@ -252,7 +252,7 @@ class SharedSnapshots:
 
     def _warn(self, message: str) -> None:
         if not self._has_warned:
-            print(f"warning: {message}", file=sys.stderr, flush=True)
+            print_warning(message)
         self._has_warned = True
 
 
@@ -326,4 +326,4 @@ def report_private(problem: str, world: World) -> None:
     """Say once that snapshots are not shared."""
     if world.is_first:
         line = f"snapshots stay in private memory and end with their process: {problem}"
-        print(f"warning: {line}; checkpoint.ring.shared_dir=null silences this", file=sys.stderr, flush=True)
+        print_warning(f"{line}; checkpoint.ring.shared_dir=null silences this")

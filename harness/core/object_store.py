@@ -10,7 +10,6 @@ Credentials and endpoints come from the environment or from the files of the cli
 from __future__ import annotations
 
 import errno
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, final
 
 from harness.config.errors import ConfigError, StorageError
+from harness.core.stderr_lines import print_warning
 
 T = TypeVar("T")
 
@@ -166,7 +166,7 @@ class ObjectStore:
                     problem = f"the store does not answer: {_one_line(error)}"
                     raise StorageError(errno.EIO, problem, name) from None
                 pause_s = min(pause_s, left_s)
-                print(f"warning: {name}: {_one_line(error)}; again in {pause_s:.1f} s", file=sys.stderr, flush=True)
+                print_warning(f"{name}: {_one_line(error)}; trying again in {pause_s:.1f} s")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 

@@ -273,7 +273,9 @@ class Batches:
         """How the ranks share a global batch; cached by its size."""
         size, share = self._sizes.at(index), self._share
         if size not in self._rows_by_size:
-            message = f"batch {index} has {size} rows, from an earlier start; too few for {share.world_size} ranks"
+            message = (
+                f"batch {index} has the size of an earlier start, {size} rows for {share.world_size} ranks; use fewer"
+            )
             require(size >= share.world_size, "train.batch_size", message)
             sharing = self._sharing(size)
             slots = sharing.slots_of(share.rank)

@@ -190,7 +190,7 @@ def node_from_environment() -> str:
 def _share_gpu(device: torch.device, rank: int, ranks_per_gpu: int) -> None:
     """Let NCCL treat this rank as a machine of its own, and limit it to its share of the GPU's memory."""
     if device.type != "cuda":
-        raise ConfigError("launch.ranks_per_gpu", f"is {ranks_per_gpu}, but the ranks run on CPU; use launch.nproc")
+        raise ConfigError("launch.ranks_per_gpu", f"must be 1 on CPU, got {ranks_per_gpu}; use launch.nproc")
     os.environ["NCCL_HOSTID"] = f"rank-{rank}"
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     torch.cuda.set_per_process_memory_fraction(1 / ranks_per_gpu, device)
@@ -201,11 +201,13 @@ def _device(kind: DeviceKind, local_rank: int, ranks_per_gpu: int) -> torch.devi
     if kind is DeviceKind.cpu or (kind is DeviceKind.auto and not has_cuda):
         return torch.device("cpu")
     if not has_cuda:
-        raise ConfigError("parallel.device", "cuda was requested, but torch finds no GPU; use auto or cpu")
+        raise ConfigError("parallel.device", "must be cpu or auto: this machine has no CUDA device")
     index = local_rank // ranks_per_gpu
-    if index >= torch.cuda.device_count():
-        message = f"{local_rank + 1} ranks on this machine, but it has {torch.cuda.device_count()} GPUs"
-        raise ConfigError("launch.nproc", message + (f" for {ranks_per_gpu} ranks each" if ranks_per_gpu > 1 else ""))
+    num_gpus = torch.cuda.device_count()
+    if index >= num_gpus:
+        shared = f"{ranks_per_gpu} ranks on each of {num_gpus} GPUs"
+        most = f"the {num_gpus} GPUs of this machine" if ranks_per_gpu == 1 else shared
+        raise ConfigError("launch.nproc", f"must not exceed {most}, got at least {local_rank + 1}")
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device

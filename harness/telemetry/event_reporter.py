@@ -11,7 +11,6 @@ Other ranks have a reporter that does nothing, so that the loop needs no `if ran
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import replace
 from typing import Self, final
@@ -22,6 +21,7 @@ from harness.config.schema import Config
 from harness.core.batch_sizes import read_token_schedule
 from harness.core.events import Action, ActionKind, Event, Intervention, RunEnded, StepRecord
 from harness.core.rundir import RunDir
+from harness.core.stderr_lines import print_warning
 from harness.distributed.world import World
 from harness.telemetry.console import Console, closing_lines
 from harness.telemetry.evaluation_process import EvaluationProcess
@@ -120,7 +120,7 @@ class EventReporter:
         try:
             draw(self._run.events, self._run.picture)
         except OSError as error:
-            print(f"warning: cannot write {self._run.picture}: {error.strerror}", file=sys.stderr, flush=True)
+            print_warning(f"cannot write {self._run.picture}: {error.strerror}")
 
     def _report(self, event: Event) -> None:
         if self._is_first:

@@ -26,6 +26,7 @@ from harness.config.errors import ConfigError
 from harness.config.profile import ProfileConfig, require_ranks
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
+from harness.core.stderr_lines import print_warning
 from harness.distributed.torch_private import memory_history
 
 NEVER = sys.maxsize
@@ -141,4 +142,4 @@ class StepProfiler:
             call()
         except Exception as error:
             message = " ".join(f"{type(error).__name__}: {error}".split())
-            print(f"warning: rank {self._rank}: the profile failed: {message}", file=sys.stderr, flush=True)
+            print_warning(f"rank {self._rank}: the profile failed: {message}")

@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     args = build_parser().parse_args(argv)
     try:
         directory = Path(args.directory)
-        require(directory.is_dir(), "--directory", f"{directory} is no directory")
+        require(directory.is_dir(), "--directory", f"{directory} is not a directory")
         require(args.gpus is None or args.gpus >= 1, "--gpus", f"must be at least 1, got {args.gpus}")
         report = check_this_node(directory, device=DeviceKind(args.device), num_devices=args.gpus)
     except ConfigError as error:

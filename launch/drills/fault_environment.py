@@ -56,7 +56,7 @@ class UnavailableError(ConfigError):
 
 def require_environment(kind: FaultKind, cfg: Config) -> None:
     """Raise UnavailableError if this machine cannot provide the environment of a fault."""
-    require(cfg.launch.kind is not LaunchKind.k8s, "launch", "drills run with launch=local or launch=slurm, got k8s")
+    require(cfg.launch.kind is not LaunchKind.k8s, "launch", "must be local or slurm for a drill, got k8s")
     if kind not in (*NAMESPACE_FAULTS, FaultKind.tracking_down, FaultKind.unhealthy_node):
         return
     if rehearses_nodes(cfg):

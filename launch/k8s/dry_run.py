@@ -31,13 +31,13 @@ def check_k8s(cfg: Config) -> None:
     launch, k8s = cfg.launch, cfg.launch.k8s
     message = f"must be true for launch=k8s: the manifest is applied with kubectl, for example `{APPLY}`"
     require(launch.dry_run, "launch.dry_run", message)
-    require(bool(k8s.image), "launch.k8s.image", "launch=k8s needs a container image with the harness in it")
-    require(bool(k8s.claim), "launch.k8s.claim", "launch=k8s needs a volume claim that all pods can write to")
+    require(bool(k8s.image), "launch.k8s.image", "must name a container image with the harness in it for launch=k8s")
+    require(bool(k8s.claim), "launch.k8s.claim", "must name a volume claim that all pods can write to for launch=k8s")
     is_whole = launch.min_nodes in (None, launch.nodes)
     require(is_whole, "launch.min_nodes", "must be null for launch=k8s: the pods of a run start together")
     require(launch.spares == 0, "launch.spares", "must be 0 for launch=k8s: a pod that fails is replaced by its Job")
     on_gpus = cfg.parallel.device is not DeviceKind.cpu
-    message = "launch=k8s needs the number of GPUs of each node, or parallel.device=cpu"
+    message = "must be set for launch=k8s, or parallel.device=cpu"
     require(not on_gpus or launch.slurm.gpus_per_node is not None, "launch.slurm.gpus_per_node", message)
     inside = (PurePosixPath(k8s.mount) / cfg.run.dir).is_relative_to(k8s.mount) and ".." not in cfg.run.dir
     message = f"must be relative or below launch.k8s.mount={k8s.mount}, the volume of the pods, got {cfg.run.dir}"

@@ -211,7 +211,8 @@ def admit_node(
         refusal = f"rendezvous: node {link.number} of run {hello.get('run')!r} is not expected here"
     elif differing := [key for key in ("nodes", "nproc") if hello.get(key) != expected[key]]:
         key = differing[0]
-        message = f"{expected[key]} on node 0, but {hello.get(key)} on node {link.number} ({link.host})"
+        theirs = f"{hello.get(key)} on node {link.number} ({link.host})"
+        message = f"must be equal on all nodes, got {expected[key]} on node 0 and {theirs}"
         refusal = f"launch.{key}: {message}"
         if is_start:
             for other in (link, *group.links.values()):

@@ -93,10 +93,10 @@ def ranks_to_start(cfg: Config) -> int:
     """Ranks to start here: `launch.nproc`, or `launch.ranks_per_gpu` for each GPU, or 2 on CPU."""
     gpus = 0 if cfg.parallel.device is DeviceKind.cpu else num_gpus()
     if cfg.parallel.device is DeviceKind.cuda:
-        require(gpus > 0, "parallel.device", "no CUDA device on this machine; choose cpu or auto")
+        require(gpus > 0, "parallel.device", "must be cpu or auto: this machine has no CUDA device")
     require_engine_installed(cfg.precision, has_gpu=gpus > 0)
     share = cfg.launch.ranks_per_gpu
-    require(gpus > 0 or share == 1, "launch.ranks_per_gpu", f"is {share}, but the ranks run on CPU; use launch.nproc")
+    require(gpus > 0 or share == 1, "launch.ranks_per_gpu", f"must be 1 on CPU, got {share}; use launch.nproc")
     if gpus and cfg.launch.nproc:
         message = f"must not exceed the {gpus} GPUs of this machine, got {cfg.launch.nproc}"
         if share > 1:

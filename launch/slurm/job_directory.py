@@ -82,7 +82,7 @@ def check_unclaimed(run: RunDir, known: SlurmJob | None, job: str) -> None:
 
 def prepare_in_job(cfg: Config, job: str, num_nodes: int) -> tuple[Path, Path]:
     """The run directory and the code of this job, created at its first start."""
-    message = f"{cfg.launch.spares} spares leave fewer than 2 of the {num_nodes} nodes of this job"
+    message = f"must leave at least 2 of the {num_nodes} nodes of this job, got {cfg.launch.spares}"
     require(cfg.launch.spares == 0 or num_nodes - cfg.launch.spares > 1, "launch.spares", message)
     cfg.launch.nodes, cfg.launch.min_nodes = num_nodes - cfg.launch.spares, None
     cfg.run.name = cfg.run.name or f"{cfg.model.name}-job-{job}"

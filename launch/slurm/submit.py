@@ -188,7 +188,9 @@ def script_settings(cfg: Config, code: Path, *, run: str = "", run_list: str = "
 def check_submission(cfg: Config) -> None:
     """Reject a config that cannot run on every number of nodes that the job may get."""
     path = str(locate(cfg).path.resolve())
-    message = f"the path is part of PYTHONPATH and must have no colon, backslash or line break, got {path!r}"
+    message = (
+        f"must give a path without colon, backslash and line break, because it is part of PYTHONPATH, got {path!r}"
+    )
     require(not set(":\\\n") & set(path), "run.dir", message)
     for num_nodes in range(cfg.launch.min_nodes or cfg.launch.nodes, cfg.launch.nodes + 1):
         if nproc := ranks_per_node(cfg):

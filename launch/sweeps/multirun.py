@@ -26,6 +26,7 @@ from harness.config.schema import Config
 from harness.core.events import EvalRecord
 from harness.core.processes import last_line
 from harness.core.rundir import RunDir
+from harness.core.stderr_lines import print_warning
 from harness.telemetry.event_log import prepare_run, tail
 from harness.telemetry.sinks.sink_process import send_rest
 from launch.local.thread_count import num_cores
@@ -154,7 +155,7 @@ def finish_in_mlflow(directory: Path, cfgs: Sequence[Config]) -> None:
         return
     within_s = max(section.exit_wait_s for section in tracked)
     if problem := send_rest([str(directory)], log=directory / "mlflow.log", within_s=within_s):
-        print(f"warning: the end of the sweep was not recorded in MLflow: {problem}", file=sys.stderr)
+        print_warning(f"the end of the sweep was not recorded in MLflow: {problem}")
 
 
 def make_job_printer(names: Sequence[str]) -> Callable[[RunDir, int | None, float], None]:

@@ -248,12 +248,12 @@ def test_a_store_that_has_gone_on_elsewhere_or_holds_another_run_is_rejected(run
     save(run, 10)
     upload(run)
     run.events.write_text('{"event":"run_started","time":0,"iteration":5,"world_size":1,"num_steps":9}\n')
-    with pytest.raises(ConfigError, match="has come to iteration 10"):
+    with pytest.raises(ConfigError, match="is at iteration 10"):
         restore_from_store(run, settings(run).remote)
     other = RunDir(tmp_path / "other" / run.path.name)
     shutil.copytree(run.path, other.path)
     (other.path / "remote.json").write_text('{"id": "0123"}')
-    with pytest.raises(ConfigError, match="holds another run"):
+    with pytest.raises(ConfigError, match="hold different runs"):
         restore_from_store(other, settings(run).remote)
     with pytest.raises(ConfigError, match="holds another run"):
         upload(other)

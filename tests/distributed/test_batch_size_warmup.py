@@ -156,7 +156,7 @@ def test_a_resume_before_a_larger_batch_on_more_ranks_than_the_old_batch_had_seq
     files = {path: path.read_bytes() for path in directory.path.rglob("*") if path.is_file()}
     last = (*small, "train.batch_size=8", "checkpoint.every_steps=20", "train.num_steps=8")
     results = ranks.run(4, cases.start_run, str(tmp_path), "run.name=resumed", *last)
-    message = "train.batch_size: batches from 4 on have 2 sequences, from an earlier start; too few for 4 ranks; "
+    message = "train.batch_size: batches from 4 on have the size of an earlier start, 2 sequences for 4 ranks; "
     message += "use fewer ranks until they are consumed"
     assert [(result.code, result.problem) for result in results] == [(2, message)] * 4
     assert {path: path.read_bytes() for path in directory.path.rglob("*") if path.is_file()} == files

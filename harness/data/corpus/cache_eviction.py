@@ -16,7 +16,6 @@ from __future__ import annotations
 import fcntl
 import math
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, final
 
+from harness.core.stderr_lines import print_warning
 from harness.data.corpus import cache_blocks
 from harness.data.corpus.cache_blocks import BLOCKS, DIGEST_BYTES, NO_DIGEST, SOURCE
 
@@ -104,7 +104,7 @@ class CacheEviction:
         if not self._has_warned:
             self._has_warned = True
             problem = f"{left_bytes:,} bytes of {self._root} are in use or cannot be freed"
-            print(f"warning: data.remote.cache_gb: {problem}", file=sys.stderr, flush=True)
+            print_warning(f"data.remote.cache_gb: {problem}")
 
 
 def occupied_bytes(root: Path) -> int:

@@ -46,7 +46,7 @@ def test_a_node_without_its_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_a_wrong_option_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing = tmp_path / "missing"
     assert main(["health", "--directory", str(missing)]) == 2
-    assert capsys.readouterr().err == f"harness: --directory: {missing} is no directory\n"
+    assert capsys.readouterr().err == f"harness: --directory: {missing} is not a directory\n"
     assert main(["health", "--gpus", "0"]) == 2
     assert capsys.readouterr().err == "harness: --gpus: must be at least 1, got 0\n"
 

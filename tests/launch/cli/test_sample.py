@@ -89,7 +89,10 @@ def test_top_k_and_temperature_limit_the_choice() -> None:
         (["first", "--prompt", "x", "--tokens", "0"], "--tokens: must be at least 1, got 0"),
         (["first", "--prompt", "x", "--temperature", "-1"], "--temperature: must be 0 (most likely token) or more"),
         (["first", "--prompt", "x", "--top-k", "-1"], "--top-k: must be 0 (all tokens) or more, got -1"),
-        (["tokens", "--prompt", "x"], "data.sources: this run trained on synthetic tokens, which are no text"),
+        (
+            ["tokens", "--prompt", "x"],
+            "data.sources: must hold text for a prompt; this run trained on synthetic tokens",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(

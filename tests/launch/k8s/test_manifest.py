@@ -136,9 +136,9 @@ def test_a_name_that_is_too_long_for_its_pods_is_rejected() -> None:
     ("override", "line"),
     [
         ("launch.dry_run=false", r"launch\.dry_run: must be true for launch=k8s: .* \| kubectl apply -f -"),
-        ("launch.k8s.image=null", r"launch\.k8s\.image: launch=k8s needs a container image"),
-        ("launch.k8s.claim=null", r"launch\.k8s\.claim: launch=k8s needs a volume claim"),
-        ("launch.slurm.gpus_per_node=null", r"launch\.slurm\.gpus_per_node: launch=k8s needs the number of GPUs"),
+        ("launch.k8s.image=null", r"launch\.k8s\.image: must name a container image"),
+        ("launch.k8s.claim=null", r"launch\.k8s\.claim: must name a volume claim"),
+        ("launch.slurm.gpus_per_node=null", r"launch\.slurm\.gpus_per_node: must be set for launch=k8s"),
         ("run.dir=/data", r"run\.dir: must be relative or below launch\.k8s\.mount=/workspace"),
         ("run.dir=../data", r"run\.dir: must be relative or below launch\.k8s\.mount=/workspace"),
         ("launch.nproc=100", r"train\.batch_size: must be at least the number of ranks \(100\)"),
@@ -180,5 +180,5 @@ def test_the_command_prints_the_manifest_and_writes_nothing(
 def test_sweeps_and_drills_have_no_manifest() -> None:
     with pytest.raises(ConfigError, match=r"^launch: a sweep runs with launch=local or launch=slurm"):
         check_launch(config(), [])
-    with pytest.raises(ConfigError, match=r"^launch: drills run with launch=local or launch=slurm, got k8s$"):
+    with pytest.raises(ConfigError, match=r"^launch: must be local or slurm for a drill, got k8s$"):
         require_environment(FaultKind.nan_grad, config())

@@ -116,7 +116,9 @@ def test_different_configs_are_rejected_on_both_nodes(stack: ExitStack) -> None:
     nodes = FakeNodes(stack, 2)
     calls = [nodes.call(0), nodes.call(1, nproc=3)]
     for call in calls:
-        with pytest.raises(ConfigError, match=r"^launch\.nproc: 2 on node 0, but 3 on node 1 \("):
+        with pytest.raises(
+            ConfigError, match=r"^launch\.nproc: must be equal on all nodes, got 2 on node 0 and 3 on node 1 \("
+        ):
             call.result(10)
 
 

@@ -362,7 +362,7 @@ def test_number_of_ranks_depends_on_the_device(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ConfigError, match=r"^launch\.nproc: must not exceed 2 ranks on each of 4 GPUs, got 9"):
         start.ranks_to_start(cfg)
     cfg.parallel.device = DeviceKind.cpu
-    with pytest.raises(ConfigError, match=r"^launch\.ranks_per_gpu: is 2, but the ranks run on CPU"):
+    with pytest.raises(ConfigError, match=r"^launch\.ranks_per_gpu: must be 1 on CPU, got 2"):
         start.ranks_to_start(cfg)
     cfg.launch.ranks_per_gpu = 1
     monkeypatch.setattr(start, "num_gpus", lambda: 0)
