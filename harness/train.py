@@ -33,7 +33,8 @@ from harness.control.apply import run_operator_commands
 from harness.control.stop_requests import StopRequest, signals_to
 from harness.control.watcher import watching
 from harness.core import rundir
-from harness.core.events import ReducedRecord, RunEnded, to_json
+from harness.core.event_json import to_json
+from harness.core.events import ReducedRecord, RunEnded
 from harness.core.gc_schedule import GcSchedule
 from harness.core.locking import run_lease
 from harness.core.rundir import append_line

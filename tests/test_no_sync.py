@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from harness import train
-from harness.core import events
+from harness.core import event_json
 from harness.core.events import StepRecord
 from harness.core.rundir import RunDir
 from harness.distributed.reduce_scatter import MeasuredReduceScatter
@@ -258,7 +258,7 @@ def test_the_guard_does_not_change_results(ranks: Pool, tmp_path: Path) -> None:
     overrides = (*LOOP, "train.micro_batch_size=4", "precision=fp8_emulated", FULL, ONE_LAYER)
     ((_, plain),) = ranks.run(1, cases.run, str(tmp_path / "plain"), *overrides)
     ranks.run(1, guarded_run, str(tmp_path / "guarded"), None, *overrides)
-    records = events.read(RunDir(tmp_path / "guarded" / "guarded").events)
+    records = event_json.read(RunDir(tmp_path / "guarded" / "guarded").events)
     guarded = [record.loss for record in records if isinstance(record, StepRecord)]
     assert guarded == [record.loss for record in plain]
     assert len(guarded) == 3

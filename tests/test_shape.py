@@ -99,6 +99,7 @@ TORCH_FREE_MODULES = (
     "harness.core.stderr_lines",
     "harness.config.schema",
     "harness.config.compose",
+    "harness.core.event_json",
     "harness.core.events",
     "harness.core.fast_imports",
     "harness.core.batch_shares",

@@ -27,8 +27,9 @@ from typing import Any, final
 
 from harness.config.errors import ConfigError, require
 from harness.control.commands import Command, Order, in_words, one_line, parse_command
-from harness.core import events
-from harness.core.events import Intervention, to_json
+from harness.core import event_json
+from harness.core.event_json import to_json
+from harness.core.events import Intervention
 from harness.core.rundir import RunDir, append_line
 from harness.core.stderr_lines import print_warning
 
@@ -88,7 +89,7 @@ def interventions(run: RunDir) -> list[Intervention]:
     """List the interventions so far, in order."""
     if not run.interventions.exists():
         return []
-    return [event for event in events.read(run.interventions) if isinstance(event, Intervention)]
+    return [event for event in event_json.read(run.interventions) if isinstance(event, Intervention)]
 
 
 def answer(run: RunDir, id: str) -> Intervention | None:

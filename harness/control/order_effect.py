@@ -29,7 +29,8 @@ from harness.control.order_checks import (
     untainted_checkpoints,
 )
 from harness.core.batch_sizes import BatchSize, BatchSizes
-from harness.core.events import Action, ActionKind, Incident, Outcome, RunStarted, StepRecord, parse
+from harness.core.event_json import parse
+from harness.core.events import Action, ActionKind, Incident, Outcome, RunStarted, StepRecord
 from harness.core.rundir import RunDir
 from harness.data.corpus.corpus_record import read_record
 from harness.data.order.ledger import Ledger

@@ -26,7 +26,8 @@ from harness.config.errors import ConfigError
 from harness.config.run import ResumePolicy
 from harness.config.schema import Config
 from harness.core.credentials import require_no_credentials
-from harness.core.events import Intervention, RunEnded, RunRestarted, to_json
+from harness.core.event_json import to_json
+from harness.core.events import Intervention, RunEnded, RunRestarted
 from harness.core.locking import run_lease
 
 MAY_DIFFER = (

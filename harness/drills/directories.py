@@ -23,7 +23,7 @@ from harness.config import compose
 from harness.config.errors import EXIT_DONE, ConfigError, require
 from harness.config.parallel import DeviceKind
 from harness.config.schema import Config, find_nondeterminism
-from harness.core import events, rundir
+from harness.core import event_json, rundir
 from harness.core.events import RunEnded, RunStarted
 from harness.core.locking import run_lease
 from harness.core.rundir import RunDir, write_atomically
@@ -123,7 +123,7 @@ def has_finished(run: RunDir) -> bool:
     """Whether a run finished in its first start."""
     if not run.events.exists():
         return False
-    found = [event for event in events.read(run.events) if isinstance(event, RunStarted | RunEnded)]
+    found = [event for event in event_json.read(run.events) if isinstance(event, RunStarted | RunEnded)]
     match found:
         case [RunStarted(), RunEnded(exit_code=code)]:
             return code == EXIT_DONE

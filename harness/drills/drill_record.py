@@ -16,7 +16,7 @@ from typing import Any, final
 
 from harness.config import compose
 from harness.config.errors import ConfigError
-from harness.core import events
+from harness.core import event_json
 from harness.core.batch_sizes import TokenSchedule, read_token_schedule
 from harness.core.events import EvalRecord, Event, FaultInjected, RunEnded, RunStarted, StepRecord
 from harness.core.rundir import RunDir, write_atomically
@@ -181,9 +181,9 @@ def gather(run: RunDir) -> DrillEvidence:
     """Read the evidence of a run directory. Raises ConfigError if it is not one."""
     cfg = compose.read(run.config)
     record = json.loads(run.drill.read_text(encoding="utf-8")) if run.drill.exists() else {}
-    faults = events.read(run.faults) if run.faults.exists() else ()
+    faults = event_json.read(run.faults) if run.faults.exists() else ()
     return DrillEvidence(
-        events=list(events.read(run.events)) if run.events.exists() else [],
+        events=list(event_json.read(run.events)) if run.events.exists() else [],
         faults=[event for event in faults if isinstance(event, FaultInjected)],
         starts=_starts(record),
         notes=record.get("notes", []),

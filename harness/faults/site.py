@@ -17,8 +17,9 @@ from typing import Any, Protocol, TypeVar, cast, final
 from torch import Tensor, nn
 
 from harness.config.errors import ConfigError
-from harness.core import events
-from harness.core.events import FaultInjected, to_json
+from harness.core import event_json
+from harness.core.event_json import to_json
+from harness.core.events import FaultInjected
 from harness.core.rundir import append_line
 from harness.distributed.shards import local
 from harness.faults.fault_plan import DATA_FAULTS, Fault
@@ -108,7 +109,7 @@ class Site:
 def begin_time(run: Run) -> float:
     """Time of the first event of the log; that of this call if nothing is logged yet."""
     log = run.directory.events
-    first = next(events.read(log), None) if log.exists() else None
+    first = next(event_json.read(log), None) if log.exists() else None
     return time.time() if first is None else first.time
 
 
@@ -118,7 +119,7 @@ def earlier_strikes(run: Run, number: int, fault: Fault) -> frozenset[int]:
         return frozenset()
     return frozenset(
         event.iteration
-        for event in events.read(run.directory.faults)
+        for event in event_json.read(run.directory.faults)
         if isinstance(event, FaultInjected) and event.number == number and event.rank == run.parts.world.rank
     )
 

@@ -22,7 +22,8 @@ from typing import Self, final
 from harness.config.errors import require
 from harness.config.run import EvalConfig
 from harness.core import processes
-from harness.core.events import TaskEvaluated, from_json
+from harness.core.event_json import from_json
+from harness.core.events import TaskEvaluated
 from harness.core.processes import last_line
 from harness.core.rundir import RunDir, write_atomically
 from harness.core.stderr_lines import print_warning

@@ -32,7 +32,8 @@ from typing import Any, final
 
 from harness.config.schema import Config
 from harness.core import rundir
-from harness.core.events import EndCause, Event, RunEnded, RunRestarted, RunStarted, StepRecord, parse, to_json
+from harness.core.event_json import parse, to_json
+from harness.core.events import EndCause, Event, RunEnded, RunRestarted, RunStarted, StepRecord
 from harness.core.locking import run_lease
 from harness.core.stderr_lines import print_warning
 from harness.telemetry.log_index import IndexWriter, covered_until, read_blocks, sample_lines, whole_lines

@@ -15,7 +15,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.core.events import EvalRecord, Event, RunStarted, StepRecord, parse
+from harness.core.event_json import parse
+from harness.core.events import EvalRecord, Event, RunStarted, StepRecord
 from harness.telemetry.log_index import PLAIN, sample_lines
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Self, final
 
-from harness.core.events import SystemSampled, parse, to_json
+from harness.core.event_json import parse, to_json
+from harness.core.events import SystemSampled
 from harness.core.memory_limits import resident_bytes
 from harness.core.rundir import RunDir
 from harness.telemetry.heartbeat import WRITES_PER_S, Heartbeat

@@ -16,7 +16,8 @@ from typing import Any
 from harness.checkpoint.integrity import Damaged
 from harness.checkpoint.listing import size_text
 from harness.config.errors import ConfigError, StorageError, require
-from harness.core.events import ActionKind, Intervention, Outcome, parse, read
+from harness.core.event_json import parse, read
+from harness.core.events import ActionKind, Intervention, Outcome
 from harness.core.rundir import RunDir
 from launch.cli.model_exchange import run_and_report_errors
 from launch.cli.parser import CommandParser

@@ -24,7 +24,7 @@ from harness.analysis.replay.request import plan_replay
 from harness.config import compose
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError, require
 from harness.config.schema import Config
-from harness.core import events
+from harness.core import event_json
 from harness.core.rundir import RunDir, write_atomically
 from launch.cli.parser import CommandParser
 
@@ -74,7 +74,7 @@ def build_parser() -> ArgumentParser:
 
 def replay(run: RunDir, cfg: Config, args: Namespace) -> Path:
     """Run the ranks of the replay; returns the path of the result."""
-    log = history.read(events.read(run.events))
+    log = history.read(event_json.read(run.events))
     iteration = find_iteration(log, args)
     ranks = args.ranks or log.world_size(iteration)
     require(ranks >= 1, "--ranks", f"must be at least 1, got {ranks}")

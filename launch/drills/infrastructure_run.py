@@ -19,7 +19,7 @@ from harness.analysis.dashboard.goodput import Goodput
 from harness.analysis.dashboard.story import Story
 from harness.config.errors import EXIT_DONE, require
 from harness.config.schema import Config
-from harness.core import events
+from harness.core import event_json
 from harness.core.events import FaultInjected, RunStarted
 from harness.core.rundir import RunDir
 from harness.drills import directories
@@ -145,7 +145,7 @@ def attending(
 
 def read_strikes(victim: RunDir) -> list[FaultInjected]:
     """All strikes so far."""
-    found = events.read(victim.faults) if victim.faults.exists() else ()
+    found = event_json.read(victim.faults) if victim.faults.exists() else ()
     return [event for event in found if isinstance(event, FaultInjected)]
 
 

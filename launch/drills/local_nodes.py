@@ -24,7 +24,8 @@ from harness.config.launch import LaunchKind
 from harness.config.parallel import DeviceKind
 from harness.config.schema import Config
 from harness.core import processes
-from harness.core.events import FaultInjected, to_json
+from harness.core.event_json import to_json
+from harness.core.events import FaultInjected
 from harness.core.node_name import NODE_NAME
 from harness.core.rundir import RunDir, append_line
 from harness.drills.drill_record import Start

@@ -24,7 +24,7 @@ from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_HALTED
 from harness.config.launch import LaunchKind
 from harness.config.schema import Config
 from harness.core import processes
-from harness.core.events import to_json
+from harness.core.event_json import to_json
 from harness.core.rundir import RunDir, append_line, write_atomically
 from harness.core.stderr_lines import print_warning
 from harness.drills import directories

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from harness.core import events, processes
+from harness.core import event_json, processes
 from harness.core.events import Event, RunRestarted, RunStarted, StepRecord
 from harness.core.locking import directory_lease
 from harness.core.rundir import RunDir
@@ -104,8 +104,8 @@ def measure_on_gpu(args: argparse.Namespace) -> int:
 
 def describe_parts(run: RunDir) -> str:
     """Where the seconds of the last restart of a finished drill went."""
-    log = list(events.read(run.events))
-    strikes = [event.time for event in events.read(run.faults)] if run.faults.exists() else []
+    log = list(event_json.read(run.events))
+    strikes = [event.time for event in event_json.read(run.faults)] if run.faults.exists() else []
     starts = [place for place, event in enumerate(log) if isinstance(event, RunStarted)]
     restarts: list[Event] = [event for event in log if isinstance(event, RunRestarted)]
     if not strikes or len(starts) < 2 or not restarts:
@@ -148,7 +148,7 @@ def wait_for_step(run: RunDir, process: subprocess.Popen[bytes], *, num_starts: 
     deadline_s = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline_s:
         assert process.poll() is None, f"the run ended with exit code {process.returncode}"
-        log = list(events.read(run.events)) if run.events.exists() else []
+        log = list(event_json.read(run.events)) if run.events.exists() else []
         starts = [place for place, event in enumerate(log) if isinstance(event, RunStarted)]
         if len(starts) >= num_starts:
             new = log[starts[num_starts - 1] :]

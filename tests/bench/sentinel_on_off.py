@@ -17,7 +17,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from harness.core.events import Action, ActionKind, StepRecord, read
+from harness.core.event_json import read
+from harness.core.events import Action, ActionKind, StepRecord
 from harness.core.rundir import RunDir
 from harness.drills import directories, scenario
 from harness.drills.drill_record import DrillRecord, gather

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.core import events
+from harness.core import event_json
 from harness.core.events import EndCause, RunRestarted
 from tests.bench.rendezvous import RUN, Timing, measure, render_row
 
@@ -18,7 +18,7 @@ def test_three_nodes_join_and_restart(tmp_path: Path) -> None:
     assert timing.num_messages == 2 * len(("hello", "go", "failure", "stopped", "decision")) + 1, "one rank failed"
     assert 0 < timing.failure_s < timing.restart_s < timing.total_s
     assert min(timing.join_s, timing.store_s, timing.node_0_s) > 0
-    (restarted,) = events.read(tmp_path / RUN / "events.jsonl")
+    (restarted,) = event_json.read(tmp_path / RUN / "events.jsonl")
     assert isinstance(restarted, RunRestarted), "node 0 has decided as in a run"
     assert (restarted.reason, restarted.cause) == ("rank 16 was killed by SIGKILL", EndCause.killed_rank)
 

@@ -32,7 +32,7 @@ from typing import final
 
 from harness.config.compose import load
 from harness.config.errors import EXIT_DONE, require
-from harness.core import events
+from harness.core import event_json
 from harness.core.events import Action, ActionKind, EvalRecord, Outcome, RunEnded, StepRecord, TrialMeasured
 from harness.core.rundir import RunDir, write_atomically
 from harness.drills.scenario import load_scenario, names
@@ -154,12 +154,12 @@ def train(job: Job) -> Job:
 
 
 def is_ended(run: RunDir) -> bool:
-    return run.events.exists() and any(isinstance(event, RunEnded) for event in events.read(run.events))
+    return run.events.exists() and any(isinstance(event, RunEnded) for event in event_json.read(run.events))
 
 
 def measure(job: Job) -> Result:
     """The result of a run that has ended."""
-    log = list(events.read(job.run.events))
+    log = list(event_json.read(job.run.events))
     records = [event for event in log if isinstance(event, StepRecord)]
     outcomes = [event for event in log if isinstance(event, Outcome)]
     trials = [outcome for outcome in outcomes if outcome.kind is ActionKind.trial]

@@ -19,7 +19,7 @@ from harness.checkpoint.catalog import Health
 from harness.checkpoint.manager import CheckpointManager
 from harness.checkpoint.ring import Ring
 from harness.config.errors import StorageError
-from harness.core import events
+from harness.core import event_json
 from harness.core.events import CheckpointFailed, CheckpointJudged, CheckpointSaved, Event, RunEnded, StepRecord
 from harness.core.state import RunState
 from harness.distributed.world import connect, disconnect
@@ -33,7 +33,7 @@ from tests.distributed.pool import Pool
 
 
 def log_of(directory: Path) -> list[Event]:
-    return list(events.read(directory / "a" / "events.jsonl"))
+    return list(event_json.read(directory / "a" / "events.jsonl"))
 
 
 def saved_steps(directory: Path) -> list[int]:

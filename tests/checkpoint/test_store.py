@@ -25,7 +25,7 @@ from harness.checkpoint.integrity import OtherVersion
 from harness.checkpoint.io_retry import IoRetry
 from harness.checkpoint.tensor_index import METADATA_FILE
 from harness.config.errors import ConfigError, StorageError
-from harness.core import events
+from harness.core import event_json, events
 from harness.core.events import CheckpointJudged, RunStarted
 from harness.core.state import RunState
 from harness.distributed.world import World, connect, disconnect
@@ -219,7 +219,7 @@ def test_damaged_checkpoint_is_named_and_the_older_one_is_loaded(
     name = damage(checkpoints / "step-00000015-gen-0")
     code, records = ranks.run(2, cases.run, str(tmp_path), *LONGER)[0]
     assert code == 0
-    log = list(events.read(tmp_path / "a" / "events.jsonl"))
+    log = list(event_json.read(tmp_path / "a" / "events.jsonl"))
     assert [event for event in log if isinstance(event, RunStarted)][-1].resumed_from == "step-00000010-gen-0"
     (event,) = [event for event in log if isinstance(event, CheckpointJudged) and event.health == "damaged"]
     assert f"step-00000015-gen-0/{name}" in event.reason

@@ -14,7 +14,7 @@ import pytest
 from harness.checkpoint import catalog
 from harness.config.compose import to_yaml
 from harness.config.schema import Config
-from harness.core import events
+from harness.core import event_json
 from harness.core.events import EndCause, Event, RunRestarted, RunStarted, StepRecord
 from harness.core.rundir import RunDir, locate
 from harness.telemetry import heartbeat
@@ -133,7 +133,7 @@ def steps(run: RunDir) -> list[StepRecord]:
 
 
 def log_of(run: RunDir) -> list[Event]:
-    return list(events.read(run.events)) if run.events.exists() else []
+    return list(event_json.read(run.events)) if run.events.exists() else []
 
 
 def wait_for_end(agent: Launched, within_s: float) -> tuple[int, str]:
@@ -178,12 +178,12 @@ def test_a_run_survives_a_lost_host_and_a_cut_cable_bit_identically(hosts: Hosts
         "harness: node 0 (host1): restart 1: all ranks start again",
     ]
     assert said[1][-1] == "harness: node 1 (host2): restart 1: all ranks start again"
-    (restarted,) = [event for event in events.read(run.events) if isinstance(event, RunRestarted)]
+    (restarted,) = [event for event in event_json.read(run.events) if isinstance(event, RunRestarted)]
     assert (restarted.reason, restarted.cause) == (killed, EndCause.killed_rank)
     expected = reference(ranks, tmp_path, *OVERRIDES)
     assert {record.step for record in steps(run)} == set(expected)
     assert [record.loss for record in steps(run)] == [expected[record.step] for record in steps(run)]
-    begun = [event for event in events.read(run.events) if isinstance(event, RunStarted)]
+    begun = [event for event in event_json.read(run.events) if isinstance(event, RunStarted)]
     assert [event.world_size for event in begun] == [2, 2, 2, 2]
     assert all(event.resumed_from for event in begun[1:])
     files = [path for path in run.path.rglob("*") if path.is_file()]
@@ -192,7 +192,7 @@ def test_a_run_survives_a_lost_host_and_a_cut_cable_bit_identically(hosts: Hosts
     create_run(tmp_path / "single", "run", "launch.min_nodes=1")
     (agent,) = start(hosts, single, num_nodes=1)
     assert wait_for_end(agent, STARTED_WITHIN_S)[0] == 0
-    *_, last = [event for event in events.read(single.events) if isinstance(event, RunStarted)]
+    *_, last = [event for event in event_json.read(single.events) if isinstance(event, RunStarted)]
     assert (last.world_size, bool(last.resumed_from)) == (1, True)
     assert steps(single)[-1].loss == pytest.approx(expected[NUM_STEPS], rel=1e-3)
     assert [beat.rank for beat in heartbeat.read_all(single)] == [0], "the heartbeat file of the lost rank is deleted"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.core import events
+from harness.core import event_json
 from harness.core.events import RunRestarted, RunStarted
 from harness.core.rundir import RunDir
 from launch.drills import local_nodes
@@ -34,7 +34,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def last_restart(run: RunDir) -> tuple[RunRestarted, RunStarted]:
-    log = list(events.read(run.events))
+    log = list(event_json.read(run.events))
     (restarted,) = (event for event in log if isinstance(event, RunRestarted))
     *_, started = (event for event in log if isinstance(event, RunStarted))
     return restarted, started

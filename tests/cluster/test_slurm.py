@@ -30,7 +30,7 @@ from harness.config.errors import ConfigError
 from harness.config.schema import Config
 from harness.control import inbox
 from harness.control.commands import Pause
-from harness.core import events
+from harness.core import event_json
 from harness.core.events import EndCause, Intervention, RunEnded, RunRestarted, RunStarted, StepRecord
 from harness.core.rundir import RunDir, locate
 from launch.slurm import controller, job_directory, requeue, submit
@@ -133,11 +133,11 @@ def is_paused(run: RunDir) -> bool:
 
 
 def losses(run: RunDir) -> dict[int, float]:
-    return {event.step: event.loss for event in events.read(run.events) if isinstance(event, StepRecord)}
+    return {event.step: event.loss for event in event_json.read(run.events) if isinstance(event, StepRecord)}
 
 
 def run_ended(run: RunDir) -> RunEnded:
-    *_, ended = (event for event in events.read(run.events) if isinstance(event, RunEnded))
+    *_, ended = (event for event in event_json.read(run.events) if isinstance(event, RunEnded))
     return ended
 
 
@@ -163,7 +163,7 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     first, array, cancelled = submit_by_command(cluster), submit_array(cluster), submit_one(cluster)
     job, run = first
     cluster.wait_until(lambda: is_paused(run))
-    began_s = next(event.time for event in events.read(run.events) if isinstance(event, RunStarted))
+    began_s = next(event.time for event in event_json.read(run.events) if isinstance(event, RunStarted))
     minutes = int(time.time() - began_s) // 60 + 2
     cluster.slurm.command("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
     plain = submit_plain(cluster)
@@ -246,7 +246,7 @@ def test_a_killed_task_is_requeued_and_a_halted_run_is_not(jobs: Jobs, cluster: 
     os.kill(int(pid_file.read_text()), signal.SIGKILL)  # a rank: its launcher starts it again, in the same job
     inbox.send(killed, Pause(), who="the test", reason="wait for the test")
     cluster.wait_until(lambda: len(pauses(killed)) == 2)
-    (restarted,) = (event for event in events.read(killed.events) if isinstance(event, RunRestarted))
+    (restarted,) = (event for event in event_json.read(killed.events) if isinstance(event, RunRestarted))
     assert restarted.cause == EndCause.killed_rank
     assert ends(killed) == [], "no requeue"
     os.kill(agent_of(cluster, killed), signal.SIGKILL)
@@ -273,7 +273,7 @@ def test_a_job_stops_before_its_time_limit_and_continues_bit_identically(
     assert cluster.wait(job) == ("COMPLETED", 0)
     assert ends(run) == [(75, True, "interrupted, resumable"), (0, False, "all steps done")]
     assert cluster.show(job, "Restarts") == "1", "the same job"
-    starts = [event for event in events.read(run.events) if isinstance(event, RunStarted)]
+    starts = [event for event in event_json.read(run.events) if isinstance(event, RunStarted)]
     assert [start.world_size for start in starts] == [2, 2]
     assert starts[1].resumed_from is not None
     stops = [event for event in inbox.interventions(run) if "stop" in event.changes]
@@ -290,7 +290,7 @@ def test_a_job_stops_before_its_time_limit_and_continues_bit_identically(
 def test_plain_sbatch_on_two_nodes_with_two_ranks_each(jobs: Jobs, cluster: Cluster) -> None:
     job, run = jobs.plain
     assert cluster.wait(job) == ("COMPLETED", 0), cluster.logs()
-    (start,) = (event for event in events.read(run.events) if isinstance(event, RunStarted))
+    (start,) = (event for event in event_json.read(run.events) if isinstance(event, RunStarted))
     assert start.world_size == 4
     assert sorted(losses(run)) == [1, 2, 3, 4]
     job_record = job_directory.read_job(run)

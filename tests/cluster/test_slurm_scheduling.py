@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from harness.config.schema import Config
-from harness.core import events
+from harness.core import event_json
 from harness.core.events import Event, RunRestarted, RunStarted, StepRecord
 from harness.core.rundir import RunDir, locate
 from launch.cli import status
@@ -130,7 +130,7 @@ def test_a_node_that_failed_twice_is_excluded(
     fault = {"n1": "GPU 0 has 2 uncorrected ECC errors"}
     assert [dict(end.unhealthy) for end in ends] == [fault, fault, {}]
     assert [[exclusion.node for exclusion in end.excluded] for end in ends] == [[], ["n1"], ["n1"]]
-    (start,) = (event for event in events.read(run.events) if isinstance(event, RunStarted))
+    (start,) = (event for event in event_json.read(run.events) if isinstance(event, RunStarted))
     assert start.world_size == 1
     shown = slurm.command("scontrol", "show", "job", "-o", job).split()
     assert {"ExcNodeList=n1", "Restarts=2"} <= set(shown)
@@ -148,7 +148,9 @@ def test_a_spare_node_replaces_one_that_died_and_the_job_goes_on(slurm: LocalSlu
     job = submit.submit_run(cfg)
 
     def seen(kind: type[Event]) -> list[Event]:
-        return [event for event in events.read(run.events) if isinstance(event, kind)] if run.events.exists() else []
+        return (
+            [event for event in event_json.read(run.events) if isinstance(event, kind)] if run.events.exists() else []
+        )
 
     def logs() -> str:
         return "\n".join(path.read_text() for path in run.logs.glob("slurm-*.log"))

@@ -27,7 +27,8 @@ from harness.control.commands import (
 )
 from harness.control.order_checks import check_order, untainted_checkpoints
 from harness.control.order_effect import describe_effect, incident_batches, next_batch_of, parse_batches
-from harness.core.events import Action, ActionKind, Event, Incident, Outcome, RunStarted, StepRecord, to_json
+from harness.core.event_json import to_json
+from harness.core.events import Action, ActionKind, Event, Incident, Outcome, RunStarted, StepRecord
 from harness.core.rundir import RunDir, append_line
 from harness.data.order.ledger import Ledger
 

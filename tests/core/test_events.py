@@ -10,8 +10,9 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.core import events
-from harness.core.events import EvalRecord, Intervention, ReducedRecord, RunEnded, StepRecord, from_json, to_json
+from harness.core import event_json
+from harness.core.event_json import from_json, to_json
+from harness.core.events import EvalRecord, Intervention, ReducedRecord, RunEnded, StepRecord
 
 numbers = st.floats(allow_nan=False)
 
@@ -99,4 +100,4 @@ def test_damaged_and_unknown_lines_are_skipped(tmp_path: Path) -> None:
         to_json(third),
     ]
     log.write_text("\n".join(lines) + '\n{"event": "eval", "time"', encoding="utf-8")
-    assert list(events.read(log)) == [first, second, third]
+    assert list(event_json.read(log)) == [first, second, third]

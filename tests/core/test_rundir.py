@@ -13,7 +13,8 @@ from harness.config.compose import plain
 from harness.config.errors import ConfigError
 from harness.config.schema import Config
 from harness.core import rundir
-from harness.core.events import RunEnded, RunRestarted, RunStarted, to_json
+from harness.core.event_json import to_json
+from harness.core.events import RunEnded, RunRestarted, RunStarted
 from tests.composed import load
 
 

@@ -25,7 +25,7 @@ from harness.build import Parts, build
 from harness.checkpoint import store
 from harness.config.errors import ConfigError
 from harness.config.schema import Config
-from harness.core import events, rundir
+from harness.core import event_json, rundir
 from harness.core.events import StepRecord
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
@@ -99,7 +99,7 @@ def run(directory: str, *overrides: str) -> tuple[int, list[StepRecord]]:
     cfg = tiny(*overrides, directory=directory)
     code = train.run_worker(cfg)
     path = rundir.locate(cfg).events if cfg.run.name else None
-    records = [] if path is None else [event for event in events.read(path) if isinstance(event, StepRecord)]
+    records = [] if path is None else [event for event in event_json.read(path) if isinstance(event, StepRecord)]
     return code, records
 
 
@@ -115,7 +115,7 @@ def run_with_sync_as_error(directory: str, *overrides: str) -> list[StepRecord]:
 
     with patch.object(train, "train", guarded_loop):
         assert train.run_worker(cfg) == 0
-    return [event for event in events.read(rundir.locate(cfg).events) if isinstance(event, StepRecord)]
+    return [event for event in event_json.read(rundir.locate(cfg).events) if isinstance(event, StepRecord)]
 
 
 def guarded_losses(directory: str, *overrides: str) -> list[float]:
@@ -432,7 +432,7 @@ def start_run(directory: str, *overrides: str) -> StartResult:
     except ConfigError as error:
         problem = str(error)
     path = rundir.locate(cfg).events
-    records = [event for event in events.read(path) if isinstance(event, StepRecord)] if path.exists() else []
+    records = [event for event in event_json.read(path) if isinstance(event, StepRecord)] if path.exists() else []
     return StartResult(
         code=code,
         problem=problem,

@@ -18,7 +18,7 @@ from harness import train
 from harness.config import compose
 from harness.config.errors import EXIT_INTERRUPTED
 from harness.config.schema import Config
-from harness.core import events
+from harness.core import event_json
 from harness.core.events import StepRecord
 from harness.core.rundir import RunDir
 from harness.run import Run
@@ -55,7 +55,7 @@ def copy_common_part(ranks: Pool, root: Path, cfg: Config, num_steps: int, targe
     if not common.path.exists():
         named = replace(cfg, run=replace(cfg.run, name=common.path.name, dir=str(root)))
         assert ranks.run(size, run_until, named, num_steps) == [EXIT_INTERRUPTED] * size
-        *_, last = (event for event in events.read(common.events) if isinstance(event, StepRecord))
+        *_, last = (event for event in event_json.read(common.events) if isinstance(event, StepRecord))
         assert last.iteration == num_steps
     left_out = [common.config.name] + [common.ledger.name] * target.ledger.exists()
     shutil.copytree(common.path, target.path, ignore=shutil.ignore_patterns(*left_out), dirs_exist_ok=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from harness import train
 from harness.config import compose
-from harness.core import events
+from harness.core import event_json
 from harness.core.events import FaultInjected
 from harness.core.rundir import RunDir
 from harness.distributed.shards import local
@@ -69,7 +69,7 @@ def logged_injections(run: Run) -> list[tuple[int, int]]:
     if not run.directory.faults.exists():
         return []
     rank = run.parts.world.rank
-    log = [event for event in events.read(run.directory.faults) if isinstance(event, FaultInjected)]
+    log = [event for event in event_json.read(run.directory.faults) if isinstance(event, FaultInjected)]
     return [(event.iteration, event.number) for event in log if event.rank == rank]
 
 

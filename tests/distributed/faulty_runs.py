@@ -13,7 +13,7 @@ from torch import Tensor
 
 from harness import train
 from harness.build import Parts
-from harness.core import events
+from harness.core import event_json
 from harness.core.events import Event
 from harness.core.rundir import RunDir, locate
 from harness.distributed.shards import local
@@ -64,7 +64,7 @@ def run(directory: str, fault: Fault | None, *overrides: str) -> RankResult:
     captured: list[Parts] = []
     with installed(fault, captured):
         code = train.run_worker(cfg)
-    log = list(events.read(locate(cfg).events)) if captured[0].world.is_first else []
+    log = list(event_json.read(locate(cfg).events)) if captured[0].world.is_first else []
     return RankResult(code, captured[0].final, log, captured[0].weights)  # type: ignore[attr-defined]
 
 

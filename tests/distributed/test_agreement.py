@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from harness.config.errors import ConfigError
-from harness.core import events
+from harness.core import event_json, events
 from harness.core.events import Finding, FindingKind, RunEnded
 from harness.core.rundir import RunDir
 from harness.distributed.world import connected, disconnect
@@ -55,7 +55,7 @@ def test_ranks_that_diverge_are_named_by_all(traces: list[dict[str, Trace]], nam
 
 
 def log_of(directory: Path) -> list[events.Event]:
-    return list(events.read(RunDir(directory / "victim").events))
+    return list(event_json.read(RunDir(directory / "victim").events))
 
 
 @pytest.mark.parametrize("change", [diverging_ranks.evaluate_on_rank_1, diverging_ranks.change_digest_on_rank_1])

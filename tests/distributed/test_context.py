@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.core import events
+from harness.core import event_json
 from harness.core.events import EvalRecord, Finding, FindingKind, StepRecord
 from harness.drills.scenario import load_scenario
 from tests.analysis.postmortem.causes import INJECTED, blamed
@@ -120,7 +120,7 @@ def test_a_run_has_the_same_data_and_losses_with_any_context(ranks: Pool, tmp_pa
     )
     first, again = ([repeated_fields(record) for record in shared[name][1]] for name in ("first", "again"))
     assert first == again, "bit-identical"
-    found = [event for event in events.read(tmp_path / "first" / "events.jsonl") if isinstance(event, Finding)]
+    found = [event for event in event_json.read(tmp_path / "first" / "events.jsonl") if isinstance(event, Finding)]
     assert not found, "ranks of a group see different positions, and that is no finding"
 
 
@@ -182,7 +182,7 @@ def test_a_feature_works_with_shared_sequences(ranks: Pool, tmp_path: Path, feat
     for own, expected in zip(logits, (each.attention_logits for each in alone if each.attention_logits), strict=True):
         assert own == pytest.approx(expected, rel=20 * tolerance)
     evaluations = [
-        [event.loss for event in events.read(tmp_path / name / "events.jsonl") if isinstance(event, EvalRecord)]
+        [event.loss for event in event_json.read(tmp_path / name / "events.jsonl") if isinstance(event, EvalRecord)]
         for name in ("alone", "shared")
     ]
     assert evaluations[1] == pytest.approx(evaluations[0], rel=tolerance)
@@ -226,7 +226,7 @@ def test_a_drill_passes_with_shared_sequences(ranks: Pool, shared_runs: Path, na
     test_drills.assert_passed(card)
     expected = load_scenario(name).expected
     if expected.names_rank:
-        log = events.read(shared_runs / f"drill-{name}" / "events.jsonl")
+        log = event_json.read(shared_runs / f"drill-{name}" / "events.jsonl")
         found = [event for event in log if isinstance(event, Finding) and event.kind in expected.findings]
         assert {tuple(finding.ranks) for finding in found} == {(1,)}
     assert blamed(shared_runs / f"drill-{name}") is INJECTED[name], "the post-mortem blames what was injected"
@@ -238,7 +238,7 @@ def test_bad_tokens_in_the_part_of_one_rank_are_skipped(ranks: Pool, shared_runs
     overrides = (*test_drills.cpu_overrides("poisoned_batch"), "parallel.context=2")
     card = test_drills.run_drill(ranks, shared_runs, "poisoned_batch", overrides, rank=1, table=test_drills.SHORT)
     test_drills.assert_passed(card)
-    log = list(events.read(shared_runs / "drill-poisoned_batch-on-1" / "events.jsonl"))
+    log = list(event_json.read(shared_runs / "drill-poisoned_batch-on-1" / "events.jsonl"))
     blaming = (FindingKind.rank_outlier, FindingKind.data_mismatch, FindingKind.corruption, FindingKind.nonfinite)
     assert not [event for event in log if isinstance(event, Finding) and event.kind in blaming]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.core import events
+from harness.core import event_json
 from harness.core.events import Action, ActionKind, Finding, FindingKind, StepRecord
 from harness.sentinel.policy.policy import replay_actions
 from tests.distributed import cases, corruption_cases
@@ -101,7 +101,7 @@ def test_a_run_consumes_the_batch_again_and_its_log_replays(ranks: Pool, tmp_pat
     seen = ranks.run(2, corruption_cases.run_with_flip, str(tmp_path))
     assert seen == [0, 0]
     (log,) = tmp_path.rglob("events.jsonl")
-    logged = list(events.read(log))
+    logged = list(event_json.read(log))
     findings = [event for event in logged if isinstance(event, Finding)]
     assert [(finding.kind, finding.ranks, finding.iteration) for finding in findings] == [
         (FindingKind.corruption, [1], 3),

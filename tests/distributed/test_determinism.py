@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from harness.config.errors import ConfigError
-from harness.core import events
+from harness.core import event_json
 from harness.core.events import StepRecord
 from harness.distributed.bit_digests import digest_bits
 from harness.distributed.determinism import ENVIRONMENT, deterministic_algorithms
@@ -88,7 +88,7 @@ def test_noise_is_found_and_named_on_all_ranks(ranks: Pool, tmp_path: Path, kind
         f"{part}; a kernel or a device is not deterministic"
     )
     log = tmp_path / "noisy/events.jsonl"
-    assert not log.exists() or not list(events.read(log)), "nothing was logged"
+    assert not log.exists() or not list(event_json.read(log)), "nothing was logged"
 
 
 def test_every_rank_has_the_settings_and_they_end_with_the_run(ranks: Pool, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from harness import train
 from harness.build import Parts, build
 from harness.checkpoint import catalog, integrity
 from harness.config.schema import Config
-from harness.core import events, rundir
+from harness.core import event_json, rundir
 from harness.core.events import RunEnded, RunStarted, StepRecord
 from harness.distributed.shards import local
 from tests.composed import load
@@ -163,7 +163,7 @@ class Control(NamedTuple):
 
 def step_results(log: Path) -> StepResults:
     """The exact results of each step; of repeated steps, the later."""
-    records = (event for event in events.read(log) if isinstance(event, StepRecord))
+    records = (event for event in event_json.read(log) if isinstance(event, StepRecord))
     return {record.step: (record.loss, record.grad_norm, record.lr, record.cursor) for record in records}
 
 
@@ -254,7 +254,7 @@ def check_end(killable: KillableRanks, cfg: Config, control: Control) -> None:
     assert [code for code, _ in outcome.results] == [0] * SIZE
     assert step_results(run.events) == control.step_results
     assert [digest for _, digest in outcome.results] == control.digests
-    log = list(events.read(run.events))
+    log = list(event_json.read(run.events))
     assert [event.resumed_from for event in log if isinstance(event, RunStarted)][-1] == newest
     assert isinstance(log[-1], RunEnded)
     iterations = [event.iteration for event in log if isinstance(event, StepRecord)]

@@ -23,7 +23,7 @@ from harness.checkpoint import catalog
 from harness.checkpoint.shared_snapshots import SharedSnapshots
 from harness.checkpoint.slot import Slot
 from harness.config.schema import Config
-from harness.core import events, rundir
+from harness.core import event_json, rundir
 from harness.core.events import RunStarted, StepRecord
 from harness.core.snapshot_files import SnapshotHeader, SnapshotSet, list_sets, snapshot_folder
 from tests.composed import load
@@ -186,7 +186,7 @@ def check_end(killable: KillableRanks, cfg: Config, control: Control) -> Resumed
     assert [code for code, _ in outcome.results] == [0] * SIZE
     assert step_results(run.events) == control.step_results
     assert [digest for _, digest in outcome.results] == control.digests
-    log = list(events.read(run.events))
+    log = list(event_json.read(run.events))
     iterations = [event.iteration for event in log if isinstance(event, StepRecord)]
     assert iterations == sorted(set(iterations)), "iterations never go back"
     assert not [path for node in range(SIZE) for path in node_memory(Path(cfg.run.dir), node).rglob("*")]
@@ -283,7 +283,7 @@ def test_a_run_killed_again_and_again_resumes_from_memory_each_time(
         kill_point = KillAtCall(place=place, when=when, nth=nth, rank=rank, grace_s=0.2)
         assert killable.run(SIZE, run_on_node, cfg, kill_point=kill_point).killed, str(kill_point)
     check_end(killable, cfg, control)
-    starts = [event for event in events.read(rundir.locate(cfg).events) if isinstance(event, RunStarted)]
+    starts = [event for event in event_json.read(rundir.locate(cfg).events) if isinstance(event, RunStarted)]
     assert all(started.in_memory for started in starts[1:]), "no kill point leaves a run without a snapshot"
 
 
@@ -303,5 +303,5 @@ def test_with_hsdp_a_lost_node_is_restored_from_the_other_replica(killable: Kill
         outcome = killable.run(4, run_on_node, cfg, 2)
         ends.append((outcome.results, step_results(rundir.locate(cfg).events)))
     assert ends[0] == ends[1]
-    started = [event for event in events.read(rundir.locate(cfg).events) if isinstance(event, RunStarted)][-1]
+    started = [event for event in event_json.read(rundir.locate(cfg).events) if isinstance(event, RunStarted)][-1]
     assert (started.in_memory, started.step, started.fetched_ranks) == (True, 9, [2, 3])

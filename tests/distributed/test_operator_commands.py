@@ -37,7 +37,7 @@ from harness.control.commands import (
 )
 from harness.control.inbox import REFUSED
 from harness.control.watcher import Watcher
-from harness.core import events
+from harness.core import event_json
 from harness.core.events import (
     Action,
     ActionKind,
@@ -217,7 +217,7 @@ def run_with_orders(
     results = ranks.run(2, case, str(directory), orders, when_paused, *all_overrides)
     assert len({(result.code, result.state, result.num_steps_started) for result in results}) == 1
     run = RunDir(directory / name)
-    log = list(events.read(run.events))
+    log = list(event_json.read(run.events))
     check_replay(log, *OVERRIDES, *overrides)
     return FinishedRun(run, results[0], log)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.core import events
+from harness.core import event_json
 from harness.core.events import RunEnded
 from tests.distributed import cases
 from tests.distributed.pool import Pool
@@ -157,7 +157,7 @@ def test_a_run_that_only_refuses_halts_with_exit_code_3(ranks: Pool, tmp_path: P
     records = outcomes[0][1]  # rank 0 writes the log; the others may read it before it is complete
     assert [record.refused for record in records][-5:] == [True] * 5
     assert len(records) <= 5 + 2 + 1, "few applied, five refused, one in flight"
-    *_, ended = events.read(tmp_path / "broken" / "events.jsonl")
+    *_, ended = event_json.read(tmp_path / "broken" / "events.jsonl")
     assert isinstance(ended, RunEnded)
     assert (ended.exit_code, ended.step) == (3, records[-1].step)
     assert "rejected in a row" in ended.reason

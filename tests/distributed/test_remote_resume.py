@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from harness.checkpoint import catalog, store
-from harness.core import events
+from harness.core import event_json
 from harness.core.events import RunStarted, StepRecord
 from harness.core.rundir import RunDir
 from launch.cli import checkpoint as checkpoint_command
@@ -70,7 +70,7 @@ def weights(run: RunDir) -> dict[str, torch.Tensor]:
 
 
 def steps(run: RunDir) -> dict[int, tuple[float, float, int]]:
-    records = [event for event in events.read(run.events) if isinstance(event, StepRecord)]
+    records = [event for event in event_json.read(run.events) if isinstance(event, StepRecord)]
     return {record.step: (record.loss, record.grad_norm, record.cursor) for record in records}
 
 
@@ -94,7 +94,7 @@ def test_a_run_whose_machine_is_lost_resumes_from_the_store(
     assert f"downloading {url}/first/checkpoints/{catalog.name_of(8, 0)}" in output
 
     run = RunDir(tmp_path / "elsewhere" / "first")
-    started = [event for event in events.read(run.events) if isinstance(event, RunStarted)]
+    started = [event for event in event_json.read(run.events) if isinstance(event, RunStarted)]
     assert started[-1].step == 8
     assert steps(run) == steps(lost)
     expected, found = weights(lost), weights(run)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.core import events
+from harness.core import event_json
 from harness.core.events import CheckpointSaved, RunEnded, RunStarted, StepRecord
 from tests.distributed import cases
 from tests.distributed.pool import Pool
@@ -44,7 +44,7 @@ def wait_for_step(directory: Path, step: int) -> None:
     log = directory / "victim" / "events.jsonl"
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline:
-        log_so_far = list(events.read(log)) if log.exists() else []
+        log_so_far = list(event_json.read(log)) if log.exists() else []
         is_done = any(isinstance(event, StepRecord) and event.step >= step for event in log_so_far)
         if is_done and any(isinstance(event, CheckpointSaved) for event in log_so_far):
             return
@@ -54,7 +54,7 @@ def wait_for_step(directory: Path, step: int) -> None:
 
 def finish(ranks: Pool, directory: Path, size: int) -> tuple[int, list[StepRecord]]:
     code, records = ranks.run(size, cases.run, str(directory), "run.name=victim", *STEPS)[0]
-    assert [event for event in events.read(directory / "victim" / "events.jsonl") if isinstance(event, RunStarted)][
+    assert [event for event in event_json.read(directory / "victim" / "events.jsonl") if isinstance(event, RunStarted)][
         -1
     ].resumed_from
     return code, records
@@ -82,7 +82,7 @@ def test_stopped_run_saves_exits_75_and_resumes_bit_identically(
         wait_for_step(tmp_path, 8)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=200) == 75, process.stderr
-    log = list(events.read(tmp_path / "victim" / "events.jsonl"))
+    log = list(event_json.read(tmp_path / "victim" / "events.jsonl"))
     ended = log[-1]
     assert isinstance(ended, RunEnded)
     assert ended.exit_code == 75

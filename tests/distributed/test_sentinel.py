@@ -12,7 +12,7 @@ import pytest
 
 from harness.analysis.replay.request import ReplayRequest
 from harness.analysis.replay.rerun import replay_config, run_replay_worker
-from harness.core import events
+from harness.core import event_json
 from harness.core.events import Action, ActionKind, Event, Finding, FindingKind, Outcome, RunEnded, StepRecord
 from harness.core.rundir import RunDir
 from harness.sentinel.policy.policy import replay_actions
@@ -209,7 +209,7 @@ def test_all_ranks_fall_back_from_fp8_together_also_after_a_restart_and_in_a_rep
     assert before == 2 * [[True, True, False, False, False]]
     assert after == 2 * [[False, False, False, True, True, False, False, False, False]]
     victim = RunDir(tmp_path / "victim")
-    log = list(events.read(victim.events))
+    log = list(event_json.read(victim.events))
     fallbacks = [(each.iteration, each.in_fp8, each.until) for each in events_of(Action, log)]
     assert fallbacks == [(1, False, 8), (7, True, None), (9, False, 22)]
     check_replay(log, *again)

@@ -15,7 +15,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from harness.build import Parts
 from harness.config.schema import Config
-from harness.core.events import StepRecord, to_json
+from harness.core.event_json import to_json
+from harness.core.events import StepRecord
 from harness.distributed.shards import local
 from harness.distributed.world import connect
 from harness.model.transformer import Transformer

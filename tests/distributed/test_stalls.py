@@ -13,7 +13,8 @@ from unittest.mock import patch
 import pytest
 
 from harness import train
-from harness.core.events import RunEnded, RunStarted, StepRecord, parse
+from harness.core.event_json import parse
+from harness.core.events import RunEnded, RunStarted, StepRecord
 from harness.core.rundir import RunDir, locate
 from tests.distributed.cases import tiny
 from tests.distributed.pool import Pool

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 
 from harness import train
-from harness.core import events
+from harness.core import event_json
 from harness.core.events import Event, Intervention, RunEnded, RunStarted, StepRecord
 from harness.core.rundir import RunDir, user_name
 from harness.telemetry import system_sampler
@@ -56,7 +56,7 @@ def run_with_signal_in_step(directory: str, nth: int, rank: int, place: str, *ov
 
 
 def log_of(run: RunDir) -> list[Event]:
-    return list(events.read(run.events))
+    return list(event_json.read(run.events))
 
 
 def step_results(log: list[Event]) -> StepResults:
@@ -174,7 +174,7 @@ def test_the_operator_is_logged(stopped: dict[str, Stopped]) -> None:
     run, log = stopped["command"].run, stopped["command"].log
     (intervention,) = [event for event in log if isinstance(event, Intervention)]
     assert (intervention.who, intervention.reason) == (user_name(), "new nodes")
-    assert list(events.read(run.interventions)) == [intervention]
+    assert list(event_json.read(run.interventions)) == [intervention]
     for method in ("signal", "file"):
         assert not [event for event in stopped[method].log if isinstance(event, Intervention)]
 

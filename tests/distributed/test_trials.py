@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness.core import events
+from harness.core import event_json
 from harness.core.events import Action, ActionKind, Event, Outcome, RunEnded, StepRecord, TrialMeasured
 from harness.core.rundir import RunDir
 from harness.sentinel.policy.trial_choice import is_healthy
@@ -135,10 +135,10 @@ def test_a_run_killed_in_a_trial_resumes_as_if_there_had_been_none(
     copy_common_steps(ranks, tmp_path, "victim")
     assert attempt(damage(COMMON_STEPS), kill_point=kill).killed
     run_dir = RunDir(tmp_path / "victim")
-    killed_log = list(events.read(run_dir.events))
+    killed_log = list(event_json.read(run_dir.events))
     assert [each.kind for each in events_of(Action, killed_log)][-1] is ActionKind.trial
     resumed = attempt(None).results
-    log = list(events.read(run_dir.events))
+    log = list(event_json.read(run_dir.events))
     twin = train_twin(ranks, tmp_path)
     assert [result.state for result in resumed] == [result.state for result in twin]
     assert isinstance(log[-1], RunEnded)

@@ -9,8 +9,9 @@ import pytest
 from harness.config import compose
 from harness.config.errors import ConfigError
 from harness.config.schema import Config
-from harness.core import events
-from harness.core.events import RunEnded, to_json
+from harness.core import event_json
+from harness.core.event_json import to_json
+from harness.core.events import RunEnded
 from harness.core.rundir import RunDir, append_line
 from harness.drills import directories
 from tests.drills import logs
@@ -41,7 +42,7 @@ def test_an_equal_twin_is_copied_and_the_original_kept(tmp_path: Path) -> None:
     assert compose.read(second.config).run.name == "drill-b-twin"
     assert directories.prepare_twin(config(tmp_path), first)
     append_line(second.events, to_json(logs.ended()))
-    assert len(list(events.read(first.events))) == 3
+    assert len(list(event_json.read(first.events))) == 3
     inside = RunDir(tmp_path / "campaign-1/twin")
     assert directories.prepare_twin(config(tmp_path), inside)
 
@@ -90,7 +91,7 @@ def test_a_resumed_run_does_not_count_as_a_finished_twin(tmp_path: Path) -> None
     assert not directories.has_finished(run)
     for event in (logs.started(), logs.ended(9, 9, exit_code=75), logs.started(9, 9), logs.ended()):
         append_line(run.events, to_json(event))
-    assert isinstance(list(events.read(run.events))[-1], RunEnded)
+    assert isinstance(list(event_json.read(run.events))[-1], RunEnded)
     assert not directories.has_finished(run)
 
 

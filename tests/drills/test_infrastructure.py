@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness.checkpoint import catalog
-from harness.core import events
+from harness.core import event_json
 from harness.core.events import CheckpointJudged, RunStarted
 from harness.core.rundir import RunDir
 from harness.drills import directories, scenario
@@ -92,7 +92,7 @@ def test_a_run_resumes_from_an_older_checkpoint_than_a_damaged_one(
 ) -> None:
     victim, card = run_scenario(killable, runs, name, 'drill.expected.notices=["is damaged: "]')
     assert not broken_bounds(card), card.score
-    judged = [event for event in events.read(victim.events) if isinstance(event, CheckpointJudged)]
+    judged = [event for event in event_json.read(victim.events) if isinstance(event, CheckpointJudged)]
     assert [event.directory for event in judged if event.health == "damaged"] == ["step-00000012-gen-0"]
     assert [path.name for path in catalog.list_damaged(victim.checkpoints)] == ["step-00000012-gen-0.damaged"]
     assert [started.resumed_from for started in gather(victim).of(RunStarted)] == [None, "step-00000006-gen-0"]

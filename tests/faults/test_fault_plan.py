@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.config.errors import ConfigError
-from harness.core.events import FaultInjected, to_json
+from harness.core.event_json import to_json
+from harness.core.events import FaultInjected
 from harness.core.rundir import RunDir, append_line
 from harness.faults.fault_plan import Fault, FaultKind, FaultPlan, read_plan
 from harness.faults.gradient import flip

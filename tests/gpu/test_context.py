@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from harness.core import events
+from harness.core import event_json
 from harness.core.events import Finding
 from harness.distributed.context import ContextSplit
 from harness.drills.scenario import load_scenario
@@ -259,7 +259,9 @@ def test_chunks_that_are_no_whole_blocks_are_rejected(nccl_ranks: Pool) -> None:
 def test_a_drill_names_the_rank_and_not_its_group(nccl_ranks: Pool, tmp_path: Path, name: str) -> None:
     overrides = (*test_nccl_drills.ON_GPU, "precision=bf16", "parallel.context=2")
     card = test_drills.run_drill(nccl_ranks, tmp_path, name, overrides)
-    found = [event for event in events.read(tmp_path / f"drill-{name}" / "events.jsonl") if isinstance(event, Finding)]
+    found = [
+        event for event in event_json.read(tmp_path / f"drill-{name}" / "events.jsonl") if isinstance(event, Finding)
+    ]
     print(*found, sep="\n", flush=True)
     test_drills.assert_passed(card)
     expected = load_scenario(name).expected.findings

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from harness.core.events import Action, ActionKind, Finding, FindingKind, read
+from harness.core.event_json import read
+from harness.core.events import Action, ActionKind, Finding, FindingKind
 from harness.core.rundir import RunDir
 from harness.drills import directories, scenario
 from harness.drills.drill_record import DrillRecord

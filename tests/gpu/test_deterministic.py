@@ -20,7 +20,8 @@ import pytest
 import torch
 
 from harness.checkpoint import store
-from harness.core.events import Action, ActionKind, RunRestarted, StepRecord, read
+from harness.core.event_json import read
+from harness.core.events import Action, ActionKind, RunRestarted, StepRecord
 from harness.core.rundir import RunDir
 from harness.drills import directories, scenario
 from harness.drills.drill_record import DrillRecord

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from harness.config import compose
-from harness.core.events import Action, read
+from harness.core.event_json import read
+from harness.core.events import Action
 from harness.core.rundir import RunDir
 from harness.sentinel.policy.policy import replay_actions
 from tests.analysis.postmortem.causes import INJECTED, blamed

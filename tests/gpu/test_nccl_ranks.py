@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.core.events import Action, ActionKind, Finding, FindingKind, StepRecord, read
+from harness.core.event_json import read
+from harness.core.events import Action, ActionKind, Finding, FindingKind, StepRecord
 from harness.core.rundir import RunDir
 from harness.drills import directories, scenario
 from harness.drills.drill_record import DrillRecord

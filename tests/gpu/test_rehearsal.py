@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.core.events import RunEnded, StepRecord, read
+from harness.core.event_json import read
+from harness.core.events import RunEnded, StepRecord
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,7 +18,8 @@ from harness.config.errors import EXIT_DONE
 from harness.config.schema import Config
 from harness.config.sentinel import DetectConfig
 from harness.control.stop_requests import StopRequest
-from harness.core.events import Action, ActionKind, StepRecord, read
+from harness.core.event_json import read
+from harness.core.events import Action, ActionKind, StepRecord
 from harness.core.gc_schedule import GcSchedule
 from harness.core.rundir import RunDir
 from harness.core.state import RunState

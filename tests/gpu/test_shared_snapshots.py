@@ -15,7 +15,8 @@ import torch
 from harness.build import build
 from harness.checkpoint import integrity
 from harness.config.compose import load
-from harness.core.events import RunStarted, read
+from harness.core.event_json import read
+from harness.core.events import RunStarted
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
 from harness.distributed.collectives import gather_results

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness.core.events import StepRecord, read
+from harness.core.event_json import read
+from harness.core.events import StepRecord
 from tests.sentinel.series import record
 
 PATH = Path(__file__).with_name("healthy_run.jsonl.gz")

@@ -12,7 +12,8 @@ from select import PIPE_BUF
 
 import pytest
 
-from harness.core.events import CheckpointSaved, Event, StepRecord, parse, read, to_json
+from harness.core.event_json import parse, read, to_json
+from harness.core.events import CheckpointSaved, Event, StepRecord
 from harness.telemetry import event_log
 from harness.telemetry.event_log import EventLog, last_iteration, read_chunk, tail
 

@@ -17,8 +17,9 @@ import pytest
 from harness.analysis.dashboard.story import Story
 from harness.analysis.postmortem import gather
 from harness.config.errors import EXIT_DONE, EXIT_INTERRUPTED
-from harness.core import events
-from harness.core.events import Event, RunEnded, StepRecord, read, to_json
+from harness.core import event_json, events
+from harness.core.event_json import read, to_json
+from harness.core.events import Event, RunEnded, StepRecord
 from harness.core.rundir import RunDir, append_line
 from harness.telemetry import event_log, log_index
 from harness.telemetry.event_log import EventLog, events_since
@@ -54,7 +55,7 @@ def run(tmp_path: Path, _small_blocks: None) -> RunDir:
 
 
 def parse_lines(lines: Iterator[bytes]) -> list[Event]:
-    return [event for line in lines for event in events.parse(line.decode())]
+    return [event for line in lines for event in event_json.parse(line.decode())]
 
 
 @cache

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.events import SystemSampled, to_json
+from harness.core.event_json import to_json
+from harness.core.events import SystemSampled
 from harness.core.rundir import RunDir
 from harness.telemetry import nvml, system_sampler
 from harness.telemetry.nvml import GpuLoad, Nvml

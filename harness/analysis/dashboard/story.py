@@ -27,6 +27,7 @@ from harness.analysis.dashboard.run_setup import config_tree
 from harness.analysis.dashboard.series import NAN, ColumnTable, drawable_number, outlier
 from harness.analysis.dashboard.system_load import SystemLoad
 from harness.core.batch_sizes import TokenSchedule, read_token_schedule
+from harness.core.event_json import parse
 from harness.core.events import (
     Action,
     CheckpointFailed,
@@ -42,7 +43,6 @@ from harness.core.events import (
     RunRestarted,
     RunStarted,
     TaskEvaluated,
-    parse,
 )
 from harness.core.rundir import RunDir
 from harness.telemetry.console import event_line

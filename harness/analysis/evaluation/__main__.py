@@ -21,7 +21,7 @@ from harness.config import compose
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError
 from harness.config.schema import Config
 from harness.core.child_process import die_with, ignore_trainer_signals, lower_priority, wait_for_trainer
-from harness.core.events import to_json
+from harness.core.event_json import to_json
 from harness.core.rundir import RunDir
 from harness.core.stderr_lines import log_with_time
 

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.errors import ConfigError
-from harness.core.events import StepRecord, parse
+from harness.core.event_json import parse
+from harness.core.events import StepRecord
 
 NAMES: dict[str, tuple[str, ...]] = {
     "step": ("step", "_step", "global_step", "iteration", "iter", "steps", "iterations", "num_steps"),

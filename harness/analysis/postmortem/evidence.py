@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, final
 
 from harness.config.errors import ConfigError
-from harness.core import events
+from harness.core import event_json
 from harness.core.events import (
     Action,
     ChangePlanned,
@@ -266,7 +266,7 @@ def to_tree(evidence: Evidence) -> dict[str, Any]:
         tree[name] = _events_to_json(tree[name])
     (tree["incident"],) = _events_to_json([evidence.incident])
     tree["earlier"] = _events_to_json(evidence.earlier)
-    encoded = events.encode(tree)
+    encoded = event_json.encode(tree)
     assert isinstance(encoded, dict)
     return encoded
 
@@ -310,11 +310,11 @@ def read(path: Path) -> Evidence:
 
 
 def _events_to_json(listed: Sequence[Event]) -> list[Any]:
-    return [json.loads(events.to_json(event)) for event in listed]
+    return [json.loads(event_json.to_json(event)) for event in listed]
 
 
 def _events_from_json(trees: Sequence[Any]) -> list[Any]:
-    return [events.from_json(json.dumps(tree)) for tree in trees]
+    return [event_json.from_json(json.dumps(tree)) for tree in trees]
 
 
 def _numbers_from_json(tree: dict[str, Any]) -> IncidentNumbers:

@@ -35,7 +35,7 @@ from harness.analysis.replay.measured_step import add_measurements
 from harness.checkpoint.catalog import Health, list_checkpoints
 from harness.config import compose, conf_files
 from harness.config.errors import ConfigError, StorageError, require
-from harness.core import events
+from harness.core import event_json
 from harness.core.batch_sizes import read_token_schedule
 from harness.core.credentials import without_credentials
 from harness.core.events import (
@@ -91,7 +91,7 @@ def recent_steps(path: Path, num_bytes: int = RECENT_BYTES) -> list[StepRecord]:
 
 def _events(lines: Iterable[bytes]) -> Iterator[Event]:
     for line in lines:
-        for event in events.parse(line.decode(errors="replace")):
+        for event in event_json.parse(line.decode(errors="replace")):
             if type(event.iteration) is int:
                 yield event
 

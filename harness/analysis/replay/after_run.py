@@ -23,7 +23,7 @@ from harness.config import compose
 from harness.config.errors import ConfigError, StorageError
 from harness.config.parallel import DeviceKind
 from harness.config.schema import Config
-from harness.core import events
+from harness.core import event_json
 from harness.core.memory_limits import free_bytes
 from harness.core.rundir import RunDir, write_atomically
 from harness.model.size import flops_per_token, num_parameters
@@ -68,7 +68,7 @@ def replay_after_run(run: RunDir, incident: int, *, within_s: float) -> bool:
 def replay_on_cpu(run: RunDir, incident: int, report: Path, *, within_s: float) -> None:
     """Replay on one rank; `ConfigError` if it does not fit into the time or the memory."""
     cfg = compose.read(run.config)
-    log = history.read(events.read(run.events))
+    log = history.read(event_json.read(run.events))
     iteration = history.guilty_step(log, incident).iteration
     report.parent.mkdir(parents=True, exist_ok=True)
     planned = plan_replay(run, cfg, log, iteration, ranks=1, report=report)

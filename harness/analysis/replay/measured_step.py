@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from harness.analysis.replay.verdict import LOSS_TOLERANCE, Reproducibility, agree_within
-from harness.core.events import StepRecord, parse_numbers
+from harness.core.event_json import parse_numbers
+from harness.core.events import StepRecord
 
 EMBEDDING = "embedding"
 OF_FORWARD = ("activation_rms", "token_loss_counts")

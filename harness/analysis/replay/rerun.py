@@ -40,7 +40,8 @@ from harness.checkpoint.io_retry import IoRetry
 from harness.config.errors import EXIT_DONE, ConfigError
 from harness.config.precision import PrecisionKind
 from harness.config.schema import Config
-from harness.core.events import StepRecord, encode
+from harness.core.event_json import encode
+from harness.core.events import StepRecord
 from harness.core.rundir import RunDir, write_atomically
 from harness.core.state import RunState
 from harness.distributed.collectives import all_reduce_sum, gather_results

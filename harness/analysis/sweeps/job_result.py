@@ -11,17 +11,8 @@ from pathlib import Path
 from harness.analysis.sweeps.spike_score import SpikeScore, spike_score
 from harness.analysis.sweeps.sweep_record import Job
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE
-from harness.core.events import (
-    Action,
-    ActionKind,
-    EvalRecord,
-    Event,
-    Outcome,
-    RunEnded,
-    RunStarted,
-    StepRecord,
-    parse,
-)
+from harness.core.event_json import parse
+from harness.core.events import Action, ActionKind, EvalRecord, Event, Outcome, RunEnded, RunStarted, StepRecord
 from harness.core.rundir import RunDir
 from harness.telemetry.log_index import PLAIN, TOKENS_PER_S, whole_lines
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from harness.config.compose import flat
 from harness.core.credentials import without_credentials
-from harness.core.events import read
+from harness.core.event_json import read
 from harness.core.fast_imports import loading
 from harness.core.rundir import RunDir
 from harness.telemetry.sinks import parent_run

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from harness.core.event_json import to_json
 from harness.core.events import (
     Action,
     ActionKind,
@@ -24,7 +25,6 @@ from harness.core.events import (
     RunEnded,
     RunStarted,
     SystemSampled,
-    to_json,
 )
 from harness.core.rundir import RunDir
 from harness.telemetry.system_sampler import system_file

@@ -15,7 +15,8 @@ from harness.analysis.dashboard.page_data import page_data, state_of
 from harness.analysis.dashboard.series import thin
 from harness.analysis.dashboard.story import FP8_COLUMNS, MOST_MARKS, MarkKind, Story
 from harness.analysis.dashboard.terminal_view import frame
-from harness.core.events import Finding, FindingKind, RunRestarted, RunStarted, to_json
+from harness.core.event_json import to_json
+from harness.core.events import Finding, FindingKind, RunRestarted, RunStarted
 from harness.core.rundir import RunDir
 from tests.analysis.dashboard.logs import BEGUN, long_run, record, write
 

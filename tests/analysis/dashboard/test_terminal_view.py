@@ -8,7 +8,8 @@ from pathlib import Path
 from harness.analysis.dashboard.page_data import eta_s
 from harness.analysis.dashboard.story import Story
 from harness.analysis.dashboard.terminal_view import frame, sparkline
-from harness.core.events import Intervention, RunStarted, to_json
+from harness.core.event_json import to_json
+from harness.core.events import Intervention, RunStarted
 from harness.core.rundir import RunDir
 from harness.telemetry.heartbeat import Beat, Phase
 from tests.analysis.dashboard.logs import BATCH_TOKENS, BEGUN, STEP_S, long_run, record, write

@@ -16,8 +16,9 @@ from harness.analysis.evaluation.byte_tokenizer import write_byte_tokenizer
 from harness.analysis.evaluation.evaluator import choose_due
 from harness.checkpoint import catalog
 from harness.checkpoint.catalog import Health
-from harness.core import events
-from harness.core.events import RunEnded, TaskEvaluated, from_json, to_json
+from harness.core import event_json
+from harness.core.event_json import from_json, to_json
+from harness.core.events import RunEnded, TaskEvaluated
 from harness.core.rundir import RunDir
 from harness.telemetry.sinks.metrics import metrics_of
 from tests.composed import load
@@ -79,7 +80,7 @@ def test_checkpoints_of_a_run_are_evaluated_beside_it(tmp_path: Path) -> None:
         printed = launched.stdout + launched.stderr
     run = RunDir(tmp_path / "first")
     log = (run.logs / "evaluation.log").read_text()
-    found = list(events.read(run.events))
+    found = list(event_json.read(run.events))
     scored = [event for event in found if isinstance(event, TaskEvaluated)]
     assert scored, f"{printed}\n{log}"
     last = scored[-1]

@@ -8,7 +8,7 @@ import pytest
 
 from harness.analysis.judge.foreign_logs import find_columns, read_records
 from harness.config.errors import ConfigError
-from harness.core.events import to_json
+from harness.core.event_json import to_json
 from tests.sentinel.series import record
 
 Row = tuple[int, float, float]

@@ -11,6 +11,7 @@ from typing import Any
 
 from harness.analysis.postmortem.evidence import Evidence
 from harness.analysis.postmortem.gather import gather_evidence, incidents, read_non_step_events, remarks
+from harness.core.event_json import to_json
 from harness.core.events import (
     Action,
     ActionKind,
@@ -24,7 +25,6 @@ from harness.core.events import (
     RunEnded,
     RunStarted,
     StepRecord,
-    to_json,
 )
 from harness.core.rundir import RunDir
 from tests.sentinel.series import record

@@ -25,7 +25,8 @@ from harness.analysis.postmortem.overrides import computed_settings, overrides_o
 from harness.analysis.postmortem.report import markdown_report
 from harness.config import compose
 from harness.config.errors import ConfigError
-from harness.core.events import ActionKind, Event, FindingKind, Incident, StepRecord, to_json
+from harness.core.event_json import to_json
+from harness.core.events import ActionKind, Event, FindingKind, Incident, StepRecord
 from harness.core.rundir import RunDir
 from tests.analysis.postmortem import stories
 from tests.analysis.postmortem.stories import ONSET, evidence_of, log_of, write

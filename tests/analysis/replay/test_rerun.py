@@ -23,7 +23,7 @@ from harness.analysis.replay.request import ReplayRequest, can_reproduce, repeat
 from harness.analysis.replay.rerun import replay_config, run_replay_worker
 from harness.build import Parts
 from harness.checkpoint import catalog
-from harness.core import events
+from harness.core import event_json
 from harness.core.events import StepRecord
 from harness.core.rundir import RunDir
 from harness.distributed.compile_cache import DIRECTORY, VARIABLES
@@ -59,7 +59,7 @@ def replay_on(
 ) -> dict[str, Any]:
     """Replay a step, by default the guilty one of the first incident, on two ranks."""
     cfg = replay_config(load([*TINY, *RUN, *overrides, f"run.dir={run.path.parent}", f"run.name={run.path.name}"]))
-    log = history.read(events.read(run.events))
+    log = history.read(event_json.read(run.events))
     guilty = iteration or history.guilty_step(log, 1).iteration
     names = [saved.name for saved in catalog.list_checkpoints(run.checkpoints)]
     path = history.find_path(log, guilty, names)
@@ -127,7 +127,7 @@ def test_guilty_step_is_measured(ranks: Pool, victim: RunDir) -> None:
     assert worst == sorted(worst, reverse=True)
     assert {token["row"] for token in measured["worst_tokens"]} <= set(range(8))
     assert worst[0] > found["first"]["loss"]
-    records = [event for event in events.read(victim.events) if isinstance(event, StepRecord)]
+    records = [event for event in event_json.read(victim.events) if isinstance(event, StepRecord)]
     assert not records[35].token_loss_counts
     add_measurements(records, found)
     assert sum(records[35].token_loss_counts) == 8 * 32
@@ -253,7 +253,7 @@ def test_command_repeats_the_step_in_fp32(scaled: RunDir, tmp_path: Path) -> Non
 def test_healthy_fp16_run_with_an_initial_overflow_exits_with_0(
     scaled: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log = [event for event in events.read(scaled.events) if isinstance(event, StepRecord)]
+    log = [event for event in event_json.read(scaled.events) if isinstance(event, StepRecord)]
     assert log[0].refused
     assert not log[-1].refused
     assert main(["diagnose", str(scaled.path)]) == 0
@@ -282,7 +282,7 @@ def test_bad_data_is_reproduced_on_both_states(ranks: Pool, tmp_path: Path) -> N
 
 def test_clean_step_is_reproduced_bit_for_bit(ranks: Pool, victim: RunDir) -> None:
     """The replay equals the log bit for bit, also after the log's round trip through JSON."""
-    log = [event for event in events.read(victim.events) if isinstance(event, StepRecord)]
+    log = [event for event in event_json.read(victim.events) if isinstance(event, StepRecord)]
     cfg = replay_config(load([*TINY, *RUN, f"run.dir={victim.path.parent}", f"run.name={victim.path.name}"]))
     request = ReplayRequest(
         run=victim.path,

@@ -8,17 +8,8 @@ from pathlib import Path
 
 from harness.analysis.sweeps.job_result import JobResult
 from harness.analysis.sweeps.sweep_record import Job
-from harness.core.events import (
-    Action,
-    ActionKind,
-    EvalRecord,
-    Event,
-    Outcome,
-    RunEnded,
-    RunStarted,
-    StepRecord,
-    to_json,
-)
+from harness.core.event_json import to_json
+from harness.core.events import Action, ActionKind, EvalRecord, Event, Outcome, RunEnded, RunStarted, StepRecord
 
 
 def job(**overrides: str) -> Job:

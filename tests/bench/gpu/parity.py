@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from harness.core import events
+from harness.core import event_json
 from harness.core.events import StepRecord
 
 CORPUS_BYTES = 32 * 2**20
@@ -75,7 +75,7 @@ def train(name: str, overrides: list[str], root: Path) -> Curve:
     """Train one run in a subprocess."""
     command = [sys.executable, "-m", "harness.train", f"run.dir={root}", f"run.name={name}", *overrides]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    records = [event for event in events.read(root / name / "events.jsonl") if isinstance(event, StepRecord)]
+    records = [event for event in event_json.read(root / name / "events.jsonl") if isinstance(event, StepRecord)]
     assert not any(record.refused for record in records), f"{name}: an update was refused"
     return Curve(name, np.array([record.loss for record in records]))
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from harness.config.compose import load
 from harness.config.errors import EXIT_DONE, require
-from harness.core import events
+from harness.core import event_json
 from harness.core.events import RunEnded, StepRecord
 from harness.core.rundir import RunDir, write_atomically
 from launch.cli.parser import CommandParser
@@ -158,7 +158,7 @@ def run_all(trials: Sequence[Trial]) -> None:
 
 def is_done(run: RunDir) -> bool:
     return run.events.exists() and any(
-        isinstance(event, RunEnded) and event.exit_code == EXIT_DONE for event in events.read(run.events)
+        isinstance(event, RunEnded) and event.exit_code == EXIT_DONE for event in event_json.read(run.events)
     )
 
 
@@ -182,7 +182,7 @@ def train(trial: Trial) -> Trial:
 
 
 def records(trial: Trial) -> list[StepRecord]:
-    return [event for event in events.read(trial.run.events) if isinstance(event, StepRecord)]
+    return [event for event in event_json.read(trial.run.events) if isinstance(event, StepRecord)]
 
 
 def as_json(effects: dict[Cell, list[Effect]]) -> str:

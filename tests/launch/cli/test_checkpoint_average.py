@@ -20,7 +20,8 @@ from harness.config import compose
 from harness.config.errors import ConfigError
 from harness.config.precision import PrecisionKind
 from harness.core import rundir
-from harness.core.events import ActionKind, Intervention, Outcome, to_json
+from harness.core.event_json import to_json
+from harness.core.events import ActionKind, Intervention, Outcome
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
 from harness.distributed.world import connect, disconnect

@@ -35,7 +35,8 @@ from harness.control.commands import (
 )
 from harness.control.inbox import Inbox
 from harness.core import rundir
-from harness.core.events import Action, ActionKind, CheckpointSaved, Event, Intervention, RunEnded, RunStarted, to_json
+from harness.core.event_json import to_json
+from harness.core.events import Action, ActionKind, CheckpointSaved, Event, Intervention, RunEnded, RunStarted
 from harness.core.rundir import RunDir, append_line, user_name
 from harness.data.order.ledger import Ledger
 from launch.cli import ctl

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.core import events
+from harness.core import event_json
 from harness.core.events import DrillScored, EndCause, RunEnded, RunRestarted, StepRecord
 from harness.core.rundir import RunDir
 from harness.drills.scenario import names
@@ -57,20 +57,20 @@ def test_a_killed_rank_is_survived_and_scored(killed: subprocess.CompletedProces
     assert (card["score"]["starts"], card["score"]["identical"], card["score"]["right_rank"]) == (2, True, True)
     assert run.score_card.read_text().startswith("# Drill kill_rank: passed\n")
     assert [start["exit_code"] for start in json.loads(run.drill.read_text())["starts"]] == [0], "one launcher"
-    (restarted,) = (event for event in events.read(run.events) if isinstance(event, RunRestarted))
+    (restarted,) = (event for event in event_json.read(run.events) if isinstance(event, RunRestarted))
     assert (restarted.number, restarted.cause) == (1, EndCause.killed_rank)
     assert step_results(run).items() == step_results(twin).items(), "bit-identical, step by step"
     times = [card["score"][name] for name in ("notice_s", "restart_s", "first_update_s")]
     assert 0 < times[0] < times[2]
     assert 0 < times[1] < times[2] < 120
-    assert [type(event) for event in events.read(run.events)][-2:] == [RunEnded, DrillScored]
+    assert [type(event) for event in event_json.read(run.events)][-2:] == [RunEnded, DrillScored]
     assert not twin.drill.exists()
     assert run_drill("score", "runs/drill-kill_rank", cwd=directory).stdout == killed.stdout[:-1]
 
 
 def step_results(run: RunDir) -> dict[int, tuple[float, float, int]]:
     """The exact results of each step; of repeated steps, the later."""
-    records = (event for event in events.read(run.events) if isinstance(event, StepRecord))
+    records = (event for event in event_json.read(run.events) if isinstance(event, StepRecord))
     return {record.step: (record.loss, record.grad_norm, record.cursor) for record in records}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.checkpoint import catalog
-from harness.core import events
+from harness.core import event_json
 from harness.core.events import RunStarted, StepRecord
 from harness.core.rundir import RunDir
 from harness.faults.fault_plan import FaultKind
@@ -48,7 +48,7 @@ def test_a_run_survives_a_full_disk_and_a_killed_launcher(tmp_path: Path) -> Non
     assert 0 < report["effective"] < report["twin_effective"] <= 1
     assert report["lost_s"]["lost launcher"] > 0
     run = RunDir(root / "run")
-    log = list(events.read(run.events))
+    log = list(event_json.read(run.events))
     first, second = (event for event in log if isinstance(event, RunStarted))
     assert first.step == 0
     num_done = sum(isinstance(event, StepRecord) for event in log[: log.index(second)])

@@ -12,7 +12,8 @@ import pytest
 
 from harness.checkpoint import catalog
 from harness.checkpoint.catalog import Health
-from harness.core.events import RunStarted, read
+from harness.core.event_json import read
+from harness.core.events import RunStarted
 from harness.core.rundir import RunDir
 from launch.cli.model_exchange import export_command, import_command
 from tests import composed

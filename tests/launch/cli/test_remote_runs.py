@@ -8,7 +8,7 @@ import pytest
 
 from harness.checkpoint.remote.remote_run import open_remote_run
 from harness.checkpoint.remote.uploader import Uploader
-from harness.core.events import to_json
+from harness.core.event_json import to_json
 from harness.core.rundir import RunDir
 from launch.cli import dashboard, postmortem, remote_checkpoints, remote_runs, status, watch
 from tests.analysis.postmortem import stories

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.events import Finding, FindingKind, to_json
+from harness.core.event_json import to_json
+from harness.core.events import Finding, FindingKind
 from harness.core.rundir import RunDir, append_line
 from harness.telemetry import heartbeat
 from harness.telemetry.heartbeat import Beat, Phase

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from harness.config.schema import Config
-from harness.core.events import Event, RunEnded, RunStarted, to_json
+from harness.core.event_json import to_json
+from harness.core.events import Event, RunEnded, RunStarted
 from harness.core.rundir import locate
 from launch.local.banner import banner_rows, finished_line, render_banner, sentinel_preset, time_text
 from tests.composed import load

@@ -18,7 +18,7 @@ import pytest
 
 from harness.checkpoint import catalog
 from harness.config.errors import ConfigError
-from harness.core import events
+from harness.core import event_json
 from harness.core.events import RunEnded, RunStarted, StepRecord
 from harness.core.locking import directory_lease, lease_holder
 from harness.core.locking.lease_holder import this_process
@@ -61,7 +61,7 @@ def wait_for_step(run: RunDir, process: Launched, num_starts: int) -> None:
     """Wait until a start of the run has begun to train."""
     deadline = time.monotonic() + 200
     while True:
-        log = list(events.read(run.events)) if run.events.exists() else []
+        log = list(event_json.read(run.events)) if run.events.exists() else []
         if sum(isinstance(event, RunStarted) for event in log) == num_starts and isinstance(log[-1], StepRecord):
             return
         assert process.poll() is None, process.stderr
@@ -139,7 +139,7 @@ def test_a_run_that_was_taken_over_exits_with_2_and_saves_nothing(tmp_path: Path
         assert process.wait(timeout=200) == 2, process.stderr
         assert f"harness: this run was taken over by pid {os.getpid()} on " in process.stderr
         assert saved(run) == before
-        assert not isinstance(list(events.read(run.events))[-1], RunEnded)
+        assert not isinstance(list(event_json.read(run.events))[-1], RunEnded)
         held.release()
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.core import events
-from harness.core.events import EndCause, RunRestarted, to_json
+from harness.core import event_json
+from harness.core.event_json import to_json
+from harness.core.events import EndCause, RunRestarted
 from harness.core.rundir import RunDir
 from harness.telemetry.heartbeat import replace_file
 from launch.local import restart
@@ -76,7 +77,7 @@ def test_nodes_restart_together_once_all_have_stopped(stack: ExitStack, run: Run
     last = [agree(nodes, group, run) for group in groups]
     assert {call.result(10).again for call in last} == {True}
     assert [group.restarts for group in groups] == [2] * 3
-    restarted = [event for event in events.read(run.events) if isinstance(event, RunRestarted)]
+    restarted = [event for event in event_json.read(run.events) if isinstance(event, RunRestarted)]
     assert [(event.step, event.reason, event.cause) for event in restarted] == [
         (5, KILLED.line, EndCause.killed_rank)
     ] * 2
@@ -108,7 +109,7 @@ def test_a_lost_node_is_not_answered_with_a_restart(stack: ExitStack, run: RunDi
     decisions = [call.result(10) for call in calls]
     assert [decision.again for decision in decisions] == [False, False]
     assert decisions[0].reason.endswith(") is gone")
-    assert not [event for event in events.read(run.events) if isinstance(event, RunRestarted)]
+    assert not [event for event in event_json.read(run.events) if isinstance(event, RunRestarted)]
 
 
 def test_a_node_that_was_lost_first_ends_the_run_on_all_nodes(stack: ExitStack, run: RunDir) -> None:

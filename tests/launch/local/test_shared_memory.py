@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_CRASHED, EXIT_DONE, EXIT_HALTED, EXIT_INTERRUPTED
-from harness.core import events, snapshot_files
+from harness.core import event_json, snapshot_files
 from harness.core.events import RunStarted, StepRecord
 from harness.core.rundir import locate
 from launch.local.shared_memory import keeps_snapshots, run_and_clean_up, snapshot_bytes
@@ -99,10 +99,10 @@ def test_a_restart_and_the_same_command_after_kill_9_resume_from_memory(tmp_path
         for pid in (*ranks_of(first.pid), first.pid):
             os.kill(pid, signal.SIGKILL)
         assert first.wait(WAIT_S) == -signal.SIGKILL
-    last_step = max(event.step for event in events.read(log) if isinstance(event, StepRecord))
+    last_step = max(event.step for event in event_json.read(log) if isinstance(event, StepRecord))
     with Launched(*command, output=tmp_path / "second", first=leave_slurm) as second:
         assert second.wait(WAIT_S) == EXIT_DONE, second.stderr
-    started = [event for event in events.read(log) if isinstance(event, RunStarted)]
+    started = [event for event in event_json.read(log) if isinstance(event, RunStarted)]
     assert [event.in_memory for event in started] == [False, True, True]
     assert 4 <= started[1].step < started[2].step <= last_step
     assert not list(tmp_path.glob("harness-snapshots-*"))

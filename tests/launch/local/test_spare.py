@@ -15,8 +15,9 @@ import pytest
 
 from harness.checkpoint import catalog
 from harness.checkpoint.catalog import Health
-from harness.core import events
-from harness.core.events import EndCause, FindingKind, RunRestarted, to_json
+from harness.core import event_json
+from harness.core.event_json import to_json
+from harness.core.events import EndCause, FindingKind, RunRestarted
 from harness.core.rundir import RunDir
 from launch.local import node_group, planned_restart, rendezvous
 from launch.local.elastic import Elastic
@@ -104,7 +105,7 @@ def lose(group: NodeGroup, *others: NodeGroup) -> None:
 
 
 def restarted(run: RunDir) -> list[RunRestarted]:
-    return [event for event in events.read(run.events) if isinstance(event, RunRestarted)]
+    return [event for event in event_json.read(run.events) if isinstance(event, RunRestarted)]
 
 
 def test_a_spare_takes_over_and_the_lost_host_comes_back_as_a_spare(stack: ExitStack, run: RunDir) -> None:

@@ -14,7 +14,8 @@ import yaml
 from harness.config import compose
 from harness.config.errors import ConfigError
 from harness.config.schema import Config
-from harness.core.events import RunEnded, RunStarted, StepRecord, read, to_json
+from harness.core.event_json import read, to_json
+from harness.core.events import RunEnded, RunStarted, StepRecord
 from harness.core.rundir import RunDir
 from harness.telemetry.event_log import prepare_run
 from launch.cli import sweep as sweep_command

@@ -14,7 +14,7 @@ from torch import Tensor
 from harness.build import Parts, build
 from harness.checkpoint import store
 from harness.config.schema import Config
-from harness.core import events
+from harness.core import event_json
 from harness.core.events import Action, ActionKind, RunStarted
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
@@ -62,7 +62,9 @@ def test_a_checkpoint_moves_between_precisions_and_numbers_of_ranks(ranks: Pool,
             assert all(each == found[0] for each in found), "the same names with the same bits"
             assert not found[0].has_initial_weights
     resumed = [
-        event.resumed_from for event in events.read(tmp_path / "a" / "events.jsonl") if isinstance(event, RunStarted)
+        event.resumed_from
+        for event in event_json.read(tmp_path / "a" / "events.jsonl")
+        if isinstance(event, RunStarted)
     ]
     assert resumed == [None, *(f"step-{step:08d}-gen-0" for step in (2, 4, 6))]
     assert [record.in_fp8 for record in records] == [True, True, None, None, True, True, None, None]

@@ -9,11 +9,8 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.core.events import (
-    ActionKind,
-    FindingKind,
-    to_json,
-)
+from harness.core.event_json import to_json
+from harness.core.events import ActionKind, FindingKind
 from harness.sentinel.policy.policy import Policy, replay_actions
 from tests.sentinel.cluster import CFG, NUM_STEPS, Cluster, Hostility, actions_of, run_cluster
 from tests.sentinel.policy_runs import finding, record

@@ -7,7 +7,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from harness.core.events import Action, Event, Finding, RunStarted, StepRecord, from_json, to_json
+from harness.core.event_json import from_json, to_json
+from harness.core.events import Action, Event, Finding, RunStarted, StepRecord
 from harness.sentinel.policy.policy import Policy, replay_actions
 from tests.sentinel.policy_runs import LAG, F, K, Run, defaults, finding, kind_of, record
 

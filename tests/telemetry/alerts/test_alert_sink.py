@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from harness.config.schema import Config
-from harness.core.events import Action, ActionKind, Event, RunEnded, RunStarted, StepRecord, to_json
+from harness.core.event_json import to_json
+from harness.core.events import Action, ActionKind, Event, RunEnded, RunStarted, StepRecord
 from harness.core.rundir import RunDir
 from harness.telemetry.alerts.alert_sink import AlertSink
 from harness.telemetry.event_log import read_chunk

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from harness.core.events import RunEnded, StepRecord, read
+from harness.core.event_json import read
+from harness.core.events import RunEnded, StepRecord
 from harness.core.rundir import RunDir
 from harness.telemetry import heartbeat
 from harness.telemetry.sinks.prometheus_sink import target_file

@@ -13,7 +13,8 @@ import pytest
 
 from harness.config.errors import ConfigError
 from harness.config.schema import Config
-from harness.core.events import Event, RunEnded, StepRecord, SystemSampled, to_json
+from harness.core.event_json import to_json
+from harness.core.events import Event, RunEnded, StepRecord, SystemSampled
 from harness.core.locking.lease_holder import start_of
 from harness.core.rundir import RunDir
 from harness.telemetry.event_log import Chunk

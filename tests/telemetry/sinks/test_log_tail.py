@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.events import Event, StepRecord, SystemSampled, to_json
+from harness.core.event_json import to_json
+from harness.core.events import Event, StepRecord, SystemSampled
 from harness.core.rundir import RunDir
 from harness.telemetry import event_log, system_sampler
 from harness.telemetry.sinks import log_tail

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from harness.config.schema import Config
+from harness.core.event_json import to_json
 from harness.core.events import (
     Action,
     ActionKind,
@@ -29,7 +30,6 @@ from harness.core.events import (
     RunStarted,
     StepRecord,
     SystemSampled,
-    to_json,
 )
 from harness.core.rundir import RunDir
 from harness.telemetry.event_log import read_chunk

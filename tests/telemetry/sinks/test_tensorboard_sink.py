@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from harness.config.schema import Config
-from harness.core.events import Incident, RunEnded, RunStarted, StepRecord, SystemSampled, to_json
+from harness.core.event_json import to_json
+from harness.core.events import Incident, RunEnded, RunStarted, StepRecord, SystemSampled
 from harness.core.rundir import RunDir
 from harness.telemetry.sinks.feeder import send_until_end
 from harness.telemetry.sinks.sink import SinkKind, progress_file
