@@ -165,7 +165,7 @@ def compose_sweep_job(tree: Any, settings: Any, arguments: Sequence[str]) -> Com
     from launch.sweeps.jobs import ComposedJob
 
     keys = swept_keys(settings, arguments)
-    parsed = [override.partition("=") for override in settings.overrides.task]
+    parsed = [override.partition("=") for override in task_overrides(settings)]
     overrides = {key: value for key, _, value in parsed if key in keys}
     directory = Path(settings.sweep.dir)
     try:
@@ -178,10 +178,17 @@ def compose_sweep_job(tree: Any, settings: Any, arguments: Sequence[str]) -> Com
 
 def config_error_text(error: Exception, settings: Any) -> str:
     """The error in a config, in one line; any other error is raised."""
-    config_error = explain(error, list(settings.overrides.task))
+    config_error = explain(error, task_overrides(settings))
     if not isinstance(config_error, ConfigError):
         raise error
     return str(config_error)
+
+
+def task_overrides(settings: Any) -> list[str]:
+    """The overrides of a job as they were given: an interpolation in one may be the error."""
+    from omegaconf import OmegaConf
+
+    return list(OmegaConf.to_container(settings.overrides.task, resolve=False))
 
 
 def launch_run(cfg: Config) -> int:

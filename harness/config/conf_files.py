@@ -30,6 +30,8 @@ def read_tree(path: Path) -> dict[str, Any]:
         tree = parse_yaml(path.read_text(encoding="utf-8")) or {}
     except OSError as error:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(str(path), "is not UTF-8 text") from None
     except yaml.YAMLError as error:
         raise explain_yaml(error, path) from None
     require(isinstance(tree, dict), str(path), "must be a mapping of keys to values")

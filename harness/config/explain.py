@@ -141,13 +141,23 @@ def explain_override(error: Exception, overrides: Sequence[str]) -> Exception:
     """Find the override that an error without a key must be about; returns the error itself if there is none."""
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
-        section, _, name = key.rpartition(".")
         if options_of(key):
             if value not in options_of(key) and isinstance(error, ValueError):
                 return ConfigError(key, f"no {value!r}; choose one of {', '.join(options_of(key))}")
-        elif keys_of(section) and name not in keys_of(section) and "/" not in key:
-            return explain_key(key, "")
+        elif "/" not in key and (unknown := find_unknown(key)):
+            return explain_key(unknown, "")
     return error
+
+
+def find_unknown(key: str) -> str:
+    """The key up to its first part that no section of a run's configuration has; empty if there is no such part."""
+    section = ""
+    for name in key.split("."):
+        whole = f"{section}.{name}".lstrip(".")
+        if keys_of(section) and name not in keys_of(section):
+            return whole
+        section = whole
+    return ""
 
 
 def translate(complaint: str) -> str:

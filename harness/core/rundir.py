@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.compose import flat, plain, schema_default, to_yaml
-from harness.config.conf_files import parse_yaml
+from harness.config.conf_files import read_tree
 from harness.config.errors import ConfigError
 from harness.config.run import ResumePolicy
 from harness.config.schema import Config
@@ -193,8 +193,11 @@ def has_begun(run: RunDir) -> bool:
     """Whether there is a run to resume. A run that crashed in every start before its first event does not count."""
     if not (run.config.exists() and run.events.exists()):
         return False
-    with run.events.open("rb") as file:
-        lines = file.read(OPENING_BYTES).splitlines()
+    try:
+        with run.events.open("rb") as file:
+            lines = file.read(OPENING_BYTES).splitlines()
+    except OSError as error:
+        raise run_lease.io_error(run.events, "cannot read", error) from None
     return not lines or any(not line.startswith(BY_LAUNCHER) for line in lines)
 
 
@@ -205,7 +208,7 @@ def differences(cfg: Config, run: RunDir) -> dict[str, tuple[Any, Any]]:
     """
     if not has_begun(run):
         return {}
-    old, new = flat(parse_yaml(run.config.read_text()) or {}), flat(plain(cfg))
+    old, new = flat(read_tree(run.config)), flat(plain(cfg))
     old |= {key: schema_default(key) for key in new if key not in old}
     keys = [key for key in new | old if not key.startswith(MAY_DIFFER)]
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
@@ -252,7 +255,7 @@ def prepare_run_dir(
     try:
         run.logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError("run.dir", f"cannot create {run.path}: {error.strerror}") from None
+        raise run_lease.io_error(run.path, "cannot create", error) from None
     changes = {key: list(values) for key, values in differences(cfg, run).items()} | (data_changes or {})
     if changes:
         append_line(run.interventions, to_json(make_config_change_event(changes, iteration=iteration)))

@@ -98,6 +98,29 @@ def test_an_impossible_run_directory_is_a_config_error(tmp_path: Path, place: st
         rundir.prepare_run_dir(cfg, rundir.locate(cfg))
 
 
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"run: \xff", "is not UTF-8 text"),
+        (b"- run\n", "must be a mapping of keys to values"),
+        (b"run: [", "is not valid YAML"),
+    ],
+)
+def test_a_stored_config_that_cannot_be_read_is_named(tmp_path: Path, content: bytes, problem: str) -> None:
+    run = start(config(tmp_path))
+    run.config.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"^{run.config}: {problem}"):
+        rundir.check_resume(config(tmp_path), run)
+
+
+def test_an_event_log_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    run = start(config(tmp_path))
+    run.events.unlink()
+    run.events.mkdir()
+    with pytest.raises(ConfigError, match=rf"^run\.dir: cannot read {run.events}: Is a directory"):
+        rundir.check_resume(config(tmp_path), run)
+
+
 def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "config.yaml"
     rundir.write_atomically(path, "old")

@@ -83,6 +83,8 @@ def test_a_usage_error_is_one_line_and_exits_2(tmp_path: Path) -> None:
         (["train", "--mutlirun"], "harness: --mutlirun: no such option; see harness train --help; did you mean --mult"),
         ([], f"harness: missing command; choose {COMMANDS}"),
         (["train", "+foo=1"], "harness: foo: no such key; the configuration has "),
+        (["train", "+foo.bar=1"], "harness: foo: no such key; the configuration has "),
+        (["train", "run.name=${oc.env:NO_SUCH_NAME}"], "harness: run.name: "),
         (["train", "model=9b"], "harness: model: no '9b'; choose one of "),
         (["train", "model.num_heads=3"], "harness: model.num_heads: must divide model.dim=128, got 3"),
         (
