@@ -297,6 +297,7 @@ def run_worker(cfg: Config, wrap: RunWrapper = unwrapped) -> int:
     check_world(cfg, world_size)
     with (
         signals_to(stop),
+        run_lease.naming_full_disk(Path(cfg.run.dir)),
         deterministic_algorithms(enabled=cfg.run.deterministic) as settings,
         fast_attention(),
         run_lease.holding(),

@@ -14,8 +14,10 @@ from typing import Any, final
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from harness.config.errors import EXIT_BAD_CONFIG, EXIT_CRASHED, EXIT_HALTED, EXIT_INTERRUPTED, ConfigError
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_CRASHED, EXIT_HALTED, EXIT_INTERRUPTED
 from harness.core.events import EndCause
+from harness.core.locking.run_lease import io_error
+from harness.core.rundir import write_atomically
 from launch.local.hang_report import dump_file, stacks_file
 
 PID_FILE = "HARNESS_PID_FILE"
@@ -27,6 +29,8 @@ COLLECTIVES_FILE = "HARNESS_COLLECTIVES_FILE"
 """Environment variable: the file for the last collectives, written on STACKS_SIGNAL."""
 STACKS_FILE = "HARNESS_STACKS_FILE"
 """Environment variable: the file for the stacks of all threads, written on STACKS_SIGNAL."""
+PROBE_BYTES = 2**16
+"""What must fit onto the disk before ranks start: about what they write before the first step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,10 +106,15 @@ class RankLogs:
     ranks: range
 
     def create(self) -> None:
+        """Create the directory and remove what is left there of earlier ranks. Raises if no file can be written: on a
+        full disk no rank could even report its failure."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
+            probe = self.directory / f".probe-{self.ranks.start}"
+            write_atomically(probe, " " * PROBE_BYTES)
+            probe.unlink()
         except OSError as error:
-            raise ConfigError("run.dir", f"cannot create {self.directory}: {error.strerror}") from None
+            raise io_error(self.directory, "cannot create", error) from None
         for rank in self.ranks:
             self.failure_file(rank).unlink(missing_ok=True)
             self.pid_file(rank).unlink(missing_ok=True)
@@ -146,4 +155,4 @@ class RankLogs:
             return RankFailure(rank=rank, exit_code=process.exitcode, log=self.stream(rank, "stderr"))
         first = min(failed, key=lambda rank_number: self.failure_file(rank_number).stat().st_mtime_ns)
         failure = json.loads(self.failure_file(first).read_text(encoding="utf-8"))
-        return RankFailure(rank=first, log=self.stream(first, "stderr"), **({"exit_code": EXIT_CRASHED} | failure))
+        return RankFailure(rank=first, log=self.stream(first, "stderr"), **failure)

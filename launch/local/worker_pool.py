@@ -37,7 +37,7 @@ from typing import Any, NoReturn, Self, final
 
 import torch
 
-from harness.config.errors import EXIT_CRASHED, EXIT_INTERRUPTED, ConfigError, StorageError
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_CRASHED, EXIT_INTERRUPTED, ConfigError, StorageError
 from harness.config.schema import Config
 from harness.control.stop_requests import STOP_SIGNALS
 from harness.core.child_process import PR_SET_CHILD_SUBREAPER, PR_SET_NAME, control_process, die_with
@@ -341,9 +341,14 @@ def enter_worker(worker: Worker, cfg: Config) -> int:
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
-        write_atomically(Path(os.environ[FAILURE_FILE]), json.dumps(describe_error(error)))
+        failure = describe_error(error)
+        try:
+            write_atomically(Path(os.environ[FAILURE_FILE]), json.dumps(failure))
+        except OSError:  # a full disk: the exit code has to say enough to the launcher
+            with suppress(OSError):
+                print(f"harness: {error}" if failure["is_user_error"] else failure["traceback"], file=sys.stderr)
         time.sleep(EXIT_DELAY_S)
-        exit_immediately(EXIT_CRASHED)
+        exit_immediately(failure["exit_code"])
     finally:
         for signal_number in STOP_SIGNALS:
             signal.signal(signal_number, signal.SIG_DFL)
@@ -351,8 +356,9 @@ def enter_worker(worker: Worker, cfg: Config) -> int:
 
 def exit_immediately(exit_code: int) -> NoReturn:
     """Exit without waiting for threads or the process group: both may wait for other ranks."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # a full disk
+            stream.flush()
     os._exit(exit_code)
 
 
@@ -364,9 +370,10 @@ def describe_error(error: Exception) -> dict[str, Any]:
         "is_user_error": isinstance(error, (ConfigError, StorageError)),
         "error": f"{type(error).__name__} in {Path(place.filename).name}:{place.lineno}",
     }
-    code = {"exit_code": EXIT_INTERRUPTED} if isinstance(error, StorageError) else {}
+    code = {ConfigError: EXIT_BAD_CONFIG, StorageError: EXIT_INTERRUPTED}
+    failure["exit_code"] = next((code[kind] for kind in code if isinstance(error, kind)), EXIT_CRASHED)
     shortage = {"shortage": found} if (found := describe_shortage(error)) else {}
-    return failure | code | shortage | {"traceback": format_exc()}
+    return failure | shortage | {"traceback": format_exc()}
 
 
 @contextmanager

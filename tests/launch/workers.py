@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -9,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.config.errors import ConfigError
+from harness.config.errors import ConfigError, StorageError
 from harness.config.schema import Config
 from harness.control.stop_requests import StopRequest, signals_to
 from harness.core.rundir import locate
@@ -17,6 +18,7 @@ from harness.core.state import RunState
 from harness.distributed.world import connect, disconnect
 from harness.telemetry.heartbeat import Heartbeat
 from tests import composed
+from tests.full_disk import fill
 
 PATIENCE_S = 60.0
 LISTENING = "0A"
@@ -60,6 +62,16 @@ def vanish(_cfg: Config) -> int:
 
 def refuse(_cfg: Config) -> int:
     raise ConfigError("data.path", "no such file")
+
+
+def fill_up(cfg: Config) -> int:
+    """Both ranks find the disk full, and cannot even write down why they end."""
+    run = locate(cfg).path
+    (run / f"ready-{rank()}").touch()
+    while not all((run / f"ready-{number}").exists() for number in range(2)):
+        time.sleep(0.01)
+    fill(Path(cfg.run.dir))
+    raise StorageError(errno.ENOSPC, "cannot write it: No space left on device", str(run / "config.yaml"))
 
 
 def exit_late(_cfg: Config) -> int:
@@ -207,6 +219,6 @@ def main(args: Sequence[str]) -> int:
     cfg.launch.max_restarts = 2 if name in RESTARTED else 0
     try:
         return local.launch(cfg, globals()[name])
-    except ConfigError as error:
+    except (ConfigError, StorageError) as error:
         print(error, file=sys.stderr)
-        return 2
+        return 75 if isinstance(error, StorageError) else 2

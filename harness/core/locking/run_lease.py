@@ -24,7 +24,8 @@ from harness.core.locking.lease_holder import this_process
 FOLDER = "lease"
 TAKEOVER_ATTEMPTS = 3
 """How often a holder that the job has lost may be seen alive before it counts as alive."""
-STORAGE_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOTCONN)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+STORAGE_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOTCONN, *DISK_FULL)
 """Errors after which the same command may succeed."""
 
 _held: Lease | None = None
@@ -180,6 +181,17 @@ def io_error(path: Path, problem: str, error: OSError) -> Exception:
     if error.errno in STORAGE_ERRORS:
         return StorageError(error.errno, f"{problem} it: {error.strerror}", str(path))
     return ConfigError("run.dir", f"{problem} {path}: {error.strerror}")
+
+
+@contextmanager
+def naming_full_disk(run: Path) -> Iterator[None]:
+    """Context in which the error of a write to a full disk becomes a StorageError, which is one line for the user."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, StorageError) or error.errno not in DISK_FULL:
+            raise
+        raise io_error(Path(error.filename or run), "cannot write", error) from None
 
 
 def in_use_error(run: Path, error: InUseError) -> ConfigError:

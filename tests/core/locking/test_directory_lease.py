@@ -361,7 +361,9 @@ def test_a_second_start_is_rejected_with_the_holder_of_the_run(tmp_path: Path) -
     assert names(run / run_lease.FOLDER) == ["000001.json"], "nothing changed"
 
 
-@pytest.mark.parametrize(("number", "kind"), [(errno.EIO, StorageError), (errno.EACCES, ConfigError)])
+@pytest.mark.parametrize(
+    ("number", "kind"), [(errno.EIO, StorageError), (errno.ENOSPC, StorageError), (errno.EACCES, ConfigError)]
+)
 def test_a_storage_error_is_not_a_config_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[Exception]
 ) -> None:
@@ -373,6 +375,14 @@ def test_a_storage_error_is_not_a_config_error(
         run_lease.hold(tmp_path, 1.0)
     with pytest.raises(kind, match=os.strerror(number)):
         run_lease.require_free(tmp_path, wait=True)
+
+
+def test_a_full_disk_is_a_storage_error_that_names_the_file(tmp_path: Path) -> None:
+    message = f"^{tmp_path}: cannot write it: No space left"
+    with pytest.raises(StorageError, match=message), run_lease.naming_full_disk(tmp_path):
+        Path("/dev/full").write_text("x")
+    with pytest.raises(FileNotFoundError), run_lease.naming_full_disk(tmp_path):
+        (tmp_path / "none").read_text()
 
 
 def test_a_launcher_clears_a_stale_lease_for_rank_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

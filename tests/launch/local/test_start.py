@@ -21,6 +21,7 @@ from harness.core.rundir import RunDir, locate
 from launch.local import start, worker_pool
 from launch.local.thread_count import count_expected_ranks, rank_thread_environment
 from tests.forks import ROOT, Launched
+from tests.full_disk import fill, may_mount, small_disk
 from tests.launch import workers
 
 STOPPING = "harness: stopping gracefully; a second Ctrl-C or SIGTERM kills the workers\n"
@@ -329,6 +330,24 @@ def test_unusable_directory_names_the_key(tmp_path: Path) -> None:
     blocked.touch()
     code, _, err = ended(Launched("tests.launch.workers", "exit_late", str(blocked), output=tmp_path / "output"))
     assert (code, err.partition(": cannot create ")[0]) == (2, "run.dir")
+
+
+@pytest.mark.skipif(not may_mount(), reason="needs the right to mount")
+def test_a_start_on_a_full_disk_is_one_line_that_says_so(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        fill(disk)
+        code, out, err = ended(Launched("tests.launch.workers", "patient", str(disk), output=tmp_path / "output"))
+    (line,) = err.splitlines()
+    assert (code, out) == (75, "")
+    assert line.startswith(f"{disk}/patient/logs/")
+    assert line.endswith(": cannot create it: No space left on device")
+
+
+@pytest.mark.skipif(not may_mount(), reason="needs the right to mount")
+def test_ranks_that_fill_the_disk_end_with_one_line(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        code, _, err = ended(Launched("tests.launch.workers", "fill_up", str(disk), output=tmp_path / "output"))
+    assert (code, err) == (75, f"harness: {disk}/fill_up/config.yaml: cannot write it: No space left on device\n")
 
 
 def test_cores_are_divided_among_ranks_unless_threads_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
