@@ -66,6 +66,7 @@ def restore_from_store(run: RunDir, cfg: CheckpointRemoteConfig) -> None:
     try:
         index = remote.read_index()
         if index is None:
+            remote.store.require_bucket()
             return
         if is_local:
             require_newest(run, remote, index)

@@ -79,6 +79,8 @@ class ObjectStore:
             from aiohttp import ClientTimeout  # a dependency of gcsfs
 
             options["requests_timeout"] = ClientTimeout(total=None, sock_connect=TIMEOUT_S, sock_read=TIMEOUT_S)
+        elif url.startswith("file://"):
+            options["auto_mkdir"] = True
         self._system, root = fsspec.core.url_to_fs(self.url, **options)
         _stop_own_repeats(self._system)
         self._root = root.rstrip("/")
@@ -127,11 +129,12 @@ class ObjectStore:
 
     def write(self, path: str, content: bytes) -> None:
         """Create or replace an object."""
-        self._repeat(lambda: self._system.pipe_file(self._full(path), content), path)
+        self._create(lambda: self._system.pipe_file(self._full(path), content), path)
 
     def upload(self, local: Path, path: str) -> None:
         """Create or replace an object from a local file; it appears when it is complete."""
-        self._repeat(lambda: self._system.put_file(str(local), self._full(path)), path)
+        local.stat()  # of two files that may not exist, only the object is left
+        self._create(lambda: self._system.put_file(str(local), self._full(path)), path)
 
     def delete(self, paths: Iterable[str]) -> None:
         """Delete objects one after the other; one that does not exist is no error."""
@@ -144,6 +147,29 @@ class ObjectStore:
                     return
 
             self._repeat(remove, path)
+
+    def require_bucket(self) -> None:
+        """Reject a URL whose bucket does not exist. Without the right to look, or without an answer, it may exist."""
+        try:
+            self._system.info(self._bucket)
+        except FileNotFoundError:
+            raise self._no_bucket() from None
+        except Exception:
+            return
+
+    @property
+    def _bucket(self) -> str:
+        return str(self._root).partition("/")[0]
+
+    def _no_bucket(self) -> ConfigError:
+        return ConfigError(self._key, f"{self.url}: there is no bucket {self._bucket}; create it, or choose another")
+
+    def _create(self, attempt: Callable[[], object], path: str) -> None:
+        """Create an object. What the store does not find then is the bucket."""
+        try:
+            self._repeat(attempt, path)
+        except FileNotFoundError:
+            raise self._no_bucket() from None
 
     def _full(self, path: str) -> str:
         return f"{self._root}/{path}" if path else self._root

@@ -259,6 +259,22 @@ def test_a_store_that_has_gone_on_elsewhere_or_holds_another_run_is_rejected(run
         upload(other)
 
 
+def test_a_bucket_that_does_not_exist_is_one_line(
+    server: StoreServer, run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the start of a run, and if it was deleted since."""
+    save(run, 10)
+    cfg = settings(run)
+    cfg.remote.url = f"{server.protocol}://no-such-bucket/runs"
+    message = f"{cfg.remote.url}/{run.path.name}: there is no bucket no-such-bucket; create it, or choose another"
+    for directory in (run, RunDir(tmp_path / "none" / run.path.name)):
+        with pytest.raises(ConfigError, match=message):
+            restore_from_store(directory, cfg.remote)
+    with pytest.raises(ConfigError, match=message):
+        upload_until_end(run, cfg, trainer=None)
+    assert "deleted before it was uploaded" not in capsys.readouterr().err
+
+
 def test_without_the_store_a_local_run_goes_on_and_a_new_machine_waits(
     server: StoreServer, run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -45,6 +45,14 @@ def test_objects_are_written_listed_read_and_deleted(tmp_path: Path) -> None:
         store.read("none")
 
 
+def test_directories_of_a_local_store_are_created(tmp_path: Path) -> None:
+    store = ObjectStore(f"file://{tmp_path}/mirror", key=KEY, retry_s=0)
+    store.write("run/files/a", b"1")
+    store.upload(tmp_path / "mirror/run/files/a", "run/checkpoints/b")
+    assert sorted(store.find_all()) == ["run/checkpoints/b", "run/files/a"]
+    store.require_bucket()
+
+
 def test_errors_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = ObjectStore(f"file://{tmp_path}", key=KEY, retry_s=0)
     for raised, expected in (
