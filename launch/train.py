@@ -197,6 +197,7 @@ def launch_run(cfg: Config) -> int:
     For Kubernetes, only its manifest is printed.
     """
     from harness.analysis.plan.preflight import check_preflight
+    from harness.control.stop_requests import clear_stop_file
     from harness.core.locking.run_lease import require_free
     from harness.core.rundir import check_resume, locate, name_run
     from harness.telemetry.evaluation_process import require_evaluation
@@ -240,6 +241,7 @@ def launch_run(cfg: Config) -> int:
     banner = render_banner(cfg, nproc=nproc, is_gpu=is_gpu, width=shutil.get_terminal_size().columns)
     with safe_output():
         print(banner, flush=True)
+    clear_stop_file(locate(cfg))  # of the last start: with it no rank that dies early would be restarted
     return local.launch(cfg, worker)
 
 

@@ -18,6 +18,7 @@ import pytest
 from harness.config.errors import ConfigError
 from harness.config.parallel import DeviceKind
 from harness.core.rundir import RunDir, locate
+from launch import train
 from launch.local import start, worker_pool
 from launch.local.thread_count import count_expected_ranks, rank_thread_environment
 from tests.forks import ROOT, Launched
@@ -315,6 +316,24 @@ def test_a_rank_that_dies_after_a_stop_request_is_not_restarted(process: Launche
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=200) == 75
     assert [len(rank_starts) for rank_starts in starts(tmp_path / "die_while_stopping")] == [1, 1]
+
+
+def test_the_stop_of_an_earlier_start_does_not_forbid_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = workers.config(tmp_path, "a")
+    run = RunDir(tmp_path / "a")
+    run.path.mkdir()
+    run.stop.touch()
+    obstacles = []
+
+    def look(*_: object) -> int:
+        obstacles.append(run.stop.exists())
+        return 0
+
+    monkeypatch.setattr(start, "launch", look)
+    assert train.launch_run(cfg) == 0
+    assert obstacles == [False]
 
 
 def test_stop_while_workers_start(launch: Launch, tmp_path: Path) -> None:
