@@ -57,8 +57,8 @@ class PlannedChanges:
     cfg: Config
     ledger: Ledger
     known: list[Window] = field(default_factory=list)
-    num_entries: int = -1
-    """Number of ledger entries when `known` was computed."""
+    revision: int = -1
+    """Revision of the ledger that `known` was computed from."""
     resumed: list[Window] = field(default_factory=list)
     announced: Window | None = None
 
@@ -70,8 +70,8 @@ class PlannedChanges:
 
     def at(self, cursor: int, state: RunState) -> Window | None:
         """Return the newest window that contains the next step, or None."""
-        if len(self.ledger) != self.num_entries:
-            self.known, self.num_entries = windows(self.cfg, self.ledger), len(self.ledger)
+        if self.ledger.revision != self.revision:
+            self.known, self.revision = windows(self.cfg, self.ledger), self.ledger.revision
         places = ((each, state.step if each.by_step else cursor) for each in (*self.known, *self.resumed))
         open_now = [each for each, place in places if each.first <= place < each.end]
         return max(open_now, key=lambda each: each.first, default=None)

@@ -208,7 +208,6 @@ def remedy_in_force(run: Run, candidate: TrialCandidate) -> Iterator[None]:
             first, last = candidate.exclude
             with parts.ledger.trying_exclusion(first, last):
                 yield
-            parts.batches.plan_digest()  # of the ledger without the exclusion
             return
         case TrialKind.lower_lr:
             assert candidate.lr_scale is not None

@@ -65,8 +65,8 @@ class BatchPlan:
 
     @property
     def is_current(self) -> bool:
-        """Whether the ledger has no new entries."""
-        return len(self._ledger) == self._num_applied
+        """Whether the ledger is as it was when it was last applied."""
+        return self._ledger.revision == self._applied_revision
 
     def apply_ledger(self) -> None:
         """Rebuild the mixture from the ledger."""
@@ -79,7 +79,7 @@ class BatchPlan:
             ]
             self._stratified = self._stratified.amended([OrderStage(self._recipe.mixture()), *stages])
         self._planned = self.plan_from(0, 1, self.mixture)
-        self._num_applied = len(self._ledger)
+        self._applied_revision = self._ledger.revision
 
     def redirect(self, index: int, samples: Mapping[tuple[int, int], int]) -> None:
         """Read other samples in one batch: `samples` maps a source and its sample to the sample that is read instead.

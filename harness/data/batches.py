@@ -134,7 +134,7 @@ class Batches:
         self._returned_s = -math.inf
         self.wait_s = 0.0
         """Seconds that the last request took."""
-        self._corpus_digest, self._num_digested, self._plan_digest = "", -1, 0
+        self._corpus_digest, self._digested_revision, self._plan_digest = "", -1, 0
         self._compute_s = 0.0
         """Seconds that the last batch took to compute."""
 
@@ -235,11 +235,12 @@ class Batches:
         """24-bit digest of corpus, mixture recipe, order and ledger. Equal on all ranks that read the same data."""
         if not self._corpus_digest:
             self._corpus_digest = self.fingerprint()
-        if len(self._ledger) != self._num_digested:
+        if self._ledger.revision != self._digested_revision:
             order = [(source.name, source.samples, source.seed) for source in self.sources]
             entries = [{**asdict(entry), "reason": "", "time": 0} for entry in self._ledger]
             content = repr((self._corpus_digest, order, self._recipe, self._num_tokens, entries))
-            self._plan_digest, self._num_digested = zlib.crc32(content.encode()) % 2**24, len(self._ledger)
+            self._plan_digest = zlib.crc32(content.encode()) % 2**24
+            self._digested_revision = self._ledger.revision
         return self._plan_digest
 
     def close(self) -> None:

@@ -232,6 +232,20 @@ def test_weights_from_the_ledger_equal_a_configured_phase() -> None:
             assert index < 6 or 1 not in known[index].sources
 
 
+def test_weights_take_effect_after_an_exclusion_that_was_only_tried() -> None:
+    """A trial reads batches with one more entry in the ledger; the next entry that is written is another one."""
+    known = Ledger()
+    known.reweight(2, {"a": 0.0}, "poisoned")
+    tried = Ledger()
+    with _mixed(known, changes=()) as expected, _mixed(tried, changes=()) as batches:
+        with tried.trying_exclusion(5, 6):
+            assert batches[1].facts is not None
+            batches.plan_digest()
+        tried.reweight(2, {"a": 0.0}, "poisoned")
+        assert torch.equal(batches[2].inputs, expected[2].inputs)
+        assert batches.plan_digest() == expected.plan_digest()
+
+
 def test_prefetched_batches_are_recomputed_after_a_weight_change() -> None:
     ledger = Ledger()
     with _mixed(ledger, changes=()) as batches:

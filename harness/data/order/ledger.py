@@ -90,6 +90,9 @@ class Ledger:
     """File that new entries are appended to; None: in memory only, as on every rank but 0."""
     entries: list[Entry] = field(default_factory=list)
     """In the order in which they were written."""
+    revision: int = 0
+    """Changes with the order of the batches, also when an exclusion that was tried is taken back. What is computed from
+    the ledger is valid for one revision."""
     _firsts: list[int] = field(default_factory=list)
     _lasts: list[int] = field(default_factory=list)
     _seen: list[int] = field(default_factory=list)
@@ -143,6 +146,7 @@ class Ledger:
         finally:
             self.entries, self._given = entries, given
             self._firsts, self._lasts, self._seen = ranges
+            self.revision += 1
 
     @property
     def revocations(self) -> tuple[Revocation, ...]:
@@ -239,6 +243,7 @@ class Ledger:
     def _add(self, entry: Entry) -> None:
         """Apply an entry to the order of the batches."""
         self.entries.append(entry)
+        self.revision += 1
         match entry:
             case Exclusion(first=first, last=last):
                 self._hide(first, last)
