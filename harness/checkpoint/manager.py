@@ -63,7 +63,7 @@ class CheckpointManager:
         self._unmarked: deque[tuple[str, int]] = deque()
         """(name, iteration) of good checkpoints whose health file could not be written; filled by the writer thread."""
         self._last_unclean = 0
-        """The last iteration that was rejected or suspect, or the one the run resumed from."""
+        """The last iteration that was rejected or suspect, or the last one before a resume or a restore."""
 
     def continue_from(self, name: str, state: RunState) -> None:
         """Register the checkpoint that the run resumes from; the next clean steps may make it good."""
@@ -79,6 +79,10 @@ class CheckpointManager:
             self._on_disk.add(name)
             if health in (Health.candidate, Health.unread):
                 self._candidates[name] = state.iteration
+
+    def continue_after_restore(self, state: RunState) -> None:
+        """Count clean steps from here on: those that the restore undid do not make a checkpoint good."""
+        self._last_unclean = state.iteration
 
     def _list_health(self) -> list[tuple[str, Health]]:
         """Name and health of all checkpoints that are not tainted; on rank 0."""
@@ -176,11 +180,10 @@ class CheckpointManager:
         gather_results(lambda: self._taint(iteration, reason) if self._world.is_first else None)
 
     def discard_after(self, iteration: int) -> None:
-        """Drop the pending save, and all snapshots and candidates taken after this iteration; the run has rolled back
-        to it."""
+        """Drop the pending save, and all snapshots and candidates taken after this iteration, to which the run rolls
+        back."""
         self._queued = None
         self._ring.discard_from(iteration + 1)
-        self._last_unclean = max(self._last_unclean, iteration)
         self._candidates = {name: saved for name, saved in self._candidates.items() if saved <= iteration}
 
     def _taint(self, iteration: int, reason: str) -> None:

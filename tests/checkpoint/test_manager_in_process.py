@@ -410,10 +410,22 @@ def test_discard_after_drops_pending_save_and_later_snapshots(tmp_path: Path, wo
     run.checkpoints.discard_after(4)
     assert (run.checkpoints._queued, run.in_memory) == (None, [3])
     assert run.checkpoints._candidates == {name_of(2, 0): 2, name_of(4, 0): 4}, "those taken until then may prove good"
-    assert run.checkpoints._last_unclean == 4, "and clean steps are counted from there"
     run.checkpoints.discard_after(3)
-    assert (run.in_memory, run.checkpoints._last_unclean) == ([3], 4)
+    assert run.in_memory == [3]
     assert run.checkpoints._candidates == {name_of(2, 0): 2}
+
+
+def test_undone_steps_do_not_make_a_checkpoint_good(tmp_path: Path, world: World) -> None:
+    """Three clean steps must follow; of those after step 4, a rewind at iteration 6 undoes two."""
+    run = Played(tmp_path, world)
+    run.steps(6)
+    assert [name for name, _ in run.marks] == [name_of(2, 0)]
+    run.checkpoints.discard_after(4)
+    run.state.return_to(RunState(step=4))
+    run.checkpoints.continue_after_restore(run.state)
+    for step, expected in ((5, []), (6, []), (7, [name_of(4, 0)])):
+        run.step()
+        assert [name for name, _ in run.marks][1:] == expected, f"after step {step}"
 
 
 class Clock:
