@@ -99,8 +99,8 @@ def keep_steps(run: Run, kept: TrialSteps, train_step: TrainStep) -> Ending | No
 def run_action(run: Run, action: Action) -> Outcome:
     """Log an action, carry it out, and log its outcome.
 
-    After a restore, reports of the steps that it undid are logged and not processed. If the restore failed, they stay
-    in the mailbox and are processed like all others.
+    After a restore, reports of the steps that it undid are logged and not processed, except a request to save. If the
+    restore failed, they stay in the mailbox and are processed like all others.
     """
     run.reporter.emit_event(action)
     if action.kind is ActionKind.check:
@@ -111,6 +111,8 @@ def run_action(run: Run, action: Action) -> Outcome:
     if action.kind in RESTORES and outcome.succeeded:
         in_flight = [run.log_step(facts, values) for facts, values in run.parts.mailbox.read(everything=True)]
         outcome.steps_lost -= sum(record.refused for record in in_flight)  # counted as applied when they were issued
+        if any(record.save_requested for record in in_flight):
+            run.parts.checkpoints.request_save()
     run.reporter.emit_after_pause(outcome)
     return outcome
 

@@ -54,6 +54,7 @@ class CheckpointManager:
         self._on_disk: set[str] = set()
         self._queued: Slot | None = None
         """Snapshot to be written once its step report has arrived."""
+        self._is_queued_on_request = False
         self._save_requested = False
         self._blocked_s = 0.0
         self._interval_s = 60 * (self._cfg.every_minutes or math.inf)
@@ -104,9 +105,10 @@ class CheckpointManager:
     def snapshot_if_due(self, state: RunState) -> bool:
         """Snapshot the state after the last update if the ring or a save needs it. Returns True, on all ranks alike, if
         the snapshot will be saved to disk."""
-        is_due = self.is_due(state.step)
+        is_due, is_requested = self.is_due(state.step), self._save_requested
         self._save_requested = is_due and self._queued is not None
         if is_due and self._queued is None:
+            self._is_queued_on_request = is_requested
             self._queued = self._snapshot_to_save(state)
             return True
         if self._cfg.ring.slots and state.iteration % self._cfg.ring.every_steps == 0:
@@ -181,7 +183,8 @@ class CheckpointManager:
 
     def discard_after(self, iteration: int) -> None:
         """Drop the pending save, and all snapshots and candidates taken after this iteration, to which the run rolls
-        back."""
+        back. A save that was requested is repeated after the next update."""
+        self._save_requested |= self._queued is not None and self._is_queued_on_request
         self._queued = None
         self._ring.discard_from(iteration + 1)
         self._candidates = {name: saved for name, saved in self._candidates.items() if saved <= iteration}

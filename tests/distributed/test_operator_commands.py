@@ -6,6 +6,7 @@ import errno
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -17,6 +18,7 @@ from harness import train
 from harness.build import Parts
 from harness.checkpoint import catalog, store
 from harness.checkpoint.catalog import Health
+from harness.checkpoint.manager import CheckpointManager
 from harness.control import apply, watcher
 from harness.control import inbox as commands
 from harness.control.commands import (
@@ -128,6 +130,21 @@ def run_worker_with_failing_restore(
         raise OSError(errno.EIO, "Input/output error")
 
     with patch.object(store, "load_shards", load_shards):
+        return run_worker_with_orders(directory, orders, when_paused, *overrides)
+
+
+def run_worker_with_save_by_clock(
+    asked_in: int, directory: str, orders: Orders, when_paused: WhenPaused | None, *overrides: str
+) -> RankResult:
+    """As `run_worker_with_orders`; in the step `asked_in` the clock requests a save."""
+    num_calls = 0
+
+    def is_due_by_clock(manager: CheckpointManager) -> bool:
+        nonlocal num_calls
+        num_calls += 1
+        return num_calls == asked_in and manager._world.is_first
+
+    with patch.object(CheckpointManager, "is_due_by_clock", is_due_by_clock):
         return run_worker_with_orders(directory, orders, when_paused, *overrides)
 
 
@@ -327,6 +344,19 @@ def test_a_rolled_back_run_ends_like_the_control_run(ranks: Pool, control: Finis
     assert [record.step for record in finished.records] == [*range(1, applied_at + 1), *range(17, NUM_STEPS + 1)]
     assert finished.result.state == control.result.state
     assert step_results(list(finished.last_of_step.values())) == step_results(control.records)
+
+
+@pytest.mark.parametrize("asked_in", [20, 22], ids=["snapshot waits for its report", "request is in flight"])
+def test_a_requested_save_survives_a_rollback(ranks: Pool, tmp_path: Path, asked_in: int) -> None:
+    """The rollback drops the snapshot, or the report with the request; the next update is saved instead."""
+    case = partial(run_worker_with_save_by_clock, asked_in)
+    order = Rollback(to_step=8)
+    finished = run_with_orders(ranks, tmp_path, "victim", {21: [order]}, "train.num_steps=24", case=case)
+    (answer,) = check_answers(finished, order)
+    assert (answer.iteration, answer.changes["step"]) == (21 + LAG, 8)
+    saved = [event.directory for event in events_of(CheckpointSaved, finished.log)]
+    expected = [(8, 0), (16, 0), (9, 1), (16, 1), (24, 1)]
+    assert saved == [catalog.name_of(step, generation) for step, generation in expected]
 
 
 def test_learning_rate_falls_at_once_and_rises_slowly(ranks: Pool, control: FinishedRun, tmp_path: Path) -> None:
