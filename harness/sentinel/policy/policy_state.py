@@ -66,7 +66,7 @@ class PolicyState:
     """A restore was chosen and has no outcome yet. Records until then describe a state that is being discarded."""
     checking: int | None = None
     """The incident whose held-out check was chosen and has no outcome yet. Records until then belong to iterations
-    issued before the check; they are stored and nothing is decided on them."""
+    issued before the check; they are stored. Only findings that the check cannot judge are answered, after it."""
     accept_for: int | None = None
     """The incident whose new loss level is to be accepted."""
     is_halted: bool = False
@@ -95,21 +95,14 @@ class PolicyState:
         if self.is_halted or self.is_awaiting:
             return
         if self.checking is not None:
-            self._add_during_check(record)
+            self._add_during_check(record, findings)
             return
         response_before = None if self.trial is None else self.response
         self.response = self.cure_for = self.remedy = None
         self.in_fp8 = record.in_fp8 is True
         self.lineage.add(record)
         self.progress = max(self.progress, record.step)
-        responder = RecordResponder(
-            cfg=self.cfg,
-            incidents=self.incidents,
-            lineage=self.lineage,
-            suspects=self.suspects,
-            rejections=self.rejections,
-            clips_logits=self.clips_logits,
-        )
+        responder = self._make_responder()
         responses = responder.respond(record, findings)
         self.cure_for = responder.cure_for
         self.incidents.close_passed(record.step)
@@ -249,14 +242,29 @@ class PolicyState:
             incident.target_step = min(target_step, outcome.step)
             self.cure_for = incident.number
 
-    def _add_during_check(self, record: ReducedRecord) -> None:
-        """Store a record that was issued before the check; a rejected update counts for the checked incident."""
+    def _make_responder(self) -> RecordResponder:
+        return RecordResponder(
+            cfg=self.cfg,
+            incidents=self.incidents,
+            lineage=self.lineage,
+            suspects=self.suspects,
+            rejections=self.rejections,
+            clips_logits=self.clips_logits,
+        )
+
+    def _add_during_check(self, record: ReducedRecord, findings: Sequence[Finding]) -> None:
+        """Store a record that was issued before the check; a rejected update counts for the checked incident. A finding
+        that the check cannot judge replaces what led to it."""
         self.lineage.add(record)
         self.progress = max(self.progress, record.step)
         incident = None if self.checking is None else self.find_incident(self.checking)
         if self.rejections.add(record) and incident is not None:
             add_rejection(incident, record, self.lineage)
             incident.pending.append(record.cursor)
+        responses = self._make_responder().respond_during_check(record, findings)
+        if self.response is not None and self.response.outranks_check:
+            responses = [self.response, *responses]
+        self.response = max(responses, key=lambda response: response.rung, default=self.response)
 
     def _on_check_outcome(self, incident: OpenIncident, outcome: Outcome) -> None:
         """Evaluate the held-out loss. Healthy: keep the state, and accept the data unless the batches are bad. Damaged:
@@ -266,7 +274,9 @@ class PolicyState:
         tolerance = self.cfg.held_out_tolerance
         at_level = is_at_level(outcome.held_out_loss, incident.expected, tolerance=tolerance)
         incident.is_healthy = outcome.succeeded and incident.is_finite and at_level
-        if incident.is_healthy and incident.looks_like_data:
+        if self.response is not None and self.response.outranks_check:
+            incident.pending = []
+        elif incident.is_healthy and incident.looks_like_data:
             self.accept_for, incident.pending = incident.number, []
             self.response = self.cure_for = None
         elif incident.is_healthy and self.response is not None:

@@ -16,7 +16,14 @@ from harness.config.sentinel import AllowedActions, PolicyConfig
 from harness.core.events import Finding, FindingKind, PrecursorSignal, ReducedRecord
 from harness.sentinel.policy.incident_table import IncidentTable
 from harness.sentinel.policy.lineage import Lineage
-from harness.sentinel.policy.open_incident import CAUSES, WARNING_SIGNS, IncidentVerdict, OpenIncident, Rung
+from harness.sentinel.policy.open_incident import (
+    CAUSES,
+    STATE_FINDINGS,
+    WARNING_SIGNS,
+    IncidentVerdict,
+    OpenIncident,
+    Rung,
+)
 from harness.sentinel.policy.responses import (
     BATCH_FINDINGS,
     FIRST_RUNG,
@@ -59,6 +66,12 @@ class RecordResponder:
             to_fp8_range, to_findings = _limit(to_fp8_range, Rung.watch), _limit(to_findings, Rung.watch)
         responses = [*to_fp8_range, *to_update, *to_findings]
         return [*responses, *self._respond_to_watches(record, responses)]
+
+    def respond_during_check(self, record: ReducedRecord, findings: Sequence[Finding]) -> list[Response]:
+        """The responses to findings that the held-out loss cannot judge. They are raised once and must not be lost."""
+        certain = [each for each in findings if each.kind in STATE_FINDINGS or FIRST_RUNG.get(each.kind) is Rung.halt]
+        responses = self._respond_to_findings(record, certain)
+        return [response._replace(outranks_check=True) for response in responses if response.rung > Rung.watch]
 
     def _respond_to_fp8_range(self, record: ReducedRecord, findings: Iterable[Finding]) -> Iterator[Response]:
         """Respond to fp8_range before anything else in the record: it is the cause of the rest."""

@@ -79,6 +79,8 @@ class Response(NamedTuple):
     """Skip: the batch is innocent and is consumed again next."""
     clips_logits: bool = False
     """Watch: clip the attention logits from now on."""
+    outranks_check: bool = False
+    """It holds whatever the held-out loss is, which is being checked."""
 
 
 def is_overflow(record: ReducedRecord) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from harness.sentinel.policy.budgets import Budgets
 from harness.sentinel.policy.held_out_level import HeldOutLevel, is_at_level
 from harness.sentinel.policy.lineage import Lineage
 from harness.sentinel.policy.open_incident import IncidentVerdict, OpenIncident, Rung
+from harness.sentinel.policy.policy import Policy
 from harness.sentinel.policy.policy_state import PolicyState
 from harness.sentinel.policy.precision_fallback import PrecisionFallback, fallback_iterations
 from harness.sentinel.policy.responses import (
@@ -680,6 +682,33 @@ class TestPolicyState:
     def test_nothing_is_decided_before_the_outcome_of_a_check(self) -> None:
         run, _ = self.run_with_check()
         assert run.iterate(FindingKind.divergence) is None
+
+    @pytest.mark.parametrize(
+        ("kind", "expected"),
+        [
+            (FindingKind.replica_mismatch, ActionKind.halt),
+            (FindingKind.data_mismatch, ActionKind.halt),
+            (FindingKind.weights_changed, ActionKind.rewind),
+            (FindingKind.optimizer_reset, ActionKind.rollback),
+            (FindingKind.lr_jump, None),
+        ],
+    )
+    @pytest.mark.parametrize("loss", [3.0, 9.0], ids=["healthy", "damaged"])
+    def test_a_finding_that_the_held_out_loss_cannot_judge_counts_after_the_check(
+        self, kind: FindingKind, expected: ActionKind | None, loss: float
+    ) -> None:
+        """Its guard raises it once; the next records say nothing of it."""
+        run, check = self.run_with_check()
+        assert run.iterate(kind) is None
+        saved = run.policy.state()
+        run.policy = Policy.restore(run.policy.policy_state.cfg, json.loads(json.dumps(saved)))
+        follow_up = run.policy.on_outcome(replace(outcome(check, step=run.step), held_out_loss=loss))
+        assert follow_up is not None
+        if expected is None:
+            assert follow_up.kind is (ActionKind.accept if loss == 3.0 else ActionKind.watch)
+        else:
+            assert follow_up.kind is expected
+            assert str(kind) in follow_up.reason
 
     def test_a_restart_drops_a_check_without_outcome(self) -> None:
         run, _ = self.run_with_check()
