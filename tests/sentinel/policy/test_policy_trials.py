@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from harness.config.sentinel import PolicyConfig
 from harness.core.events import Action, ActionKind, FindingKind, TrialMeasured
 from harness.sentinel.policy.policy import Policy
 from harness.sentinel.policy.trial_choice import TrialKind, choose_candidate, is_decided, is_healthy
+from harness.trials import trial_obstacle
 from tests.sentinel.cluster import Hostility, actions_of, run_cluster
 from tests.sentinel.policy_runs import LAG, Run, defaults, outcome
 
@@ -176,6 +179,20 @@ def test_a_response_to_a_step_in_flight_follows_the_trial_that_it_prevents() -> 
     follow_up = finish_trial(run, trial, succeeded=False)
     assert follow_up is not None
     assert follow_up.kind in (ActionKind.rewind, ActionKind.rollback, ActionKind.check)
+
+
+def test_fp8_that_no_longer_fits_prevents_the_trial_and_is_left_at_once() -> None:
+    """The finding comes from a step in flight, and is raised once."""
+    run = Run(with_trials())
+    trial = start_trial(run)
+    assert run.iterate(FindingKind.fp8_range) is None
+    trainer: Any = SimpleNamespace(
+        parts=SimpleNamespace(sentinel=SimpleNamespace(policy=run.policy), check=SimpleNamespace(rows=["row"]))
+    )
+    assert trial_obstacle(trainer, 4) == "a step before it calls for another action"
+    follow_up = finish_trial(run, trial, succeeded=False)
+    assert follow_up is not None
+    assert (follow_up.kind, follow_up.in_fp8) == (ActionKind.precision, False)
 
 
 def test_a_restart_drops_the_trial() -> None:
