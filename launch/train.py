@@ -188,7 +188,7 @@ def task_overrides(settings: Any) -> list[str]:
     """The overrides of a job as they were given: an interpolation in one may be the error."""
     from omegaconf import OmegaConf
 
-    return list(OmegaConf.to_container(settings.overrides.task, resolve=False))
+    return [str(each) for each in OmegaConf.to_container(settings.overrides.task, resolve=False) or ()]
 
 
 def launch_run(cfg: Config) -> int:
