@@ -150,12 +150,13 @@ def upper_bound(
     planned: Number = 0.0,
 ) -> Number:
     """The value that is both `sigmas` spreads and a factor `factor` above the expected one; after the first rows at
-    most `cap` times the expected one, whatever the noise. `planned`: 1 within the window of a planned change."""
+    most `cap` times the expected one, whatever the noise. Infinite before the first row, because no value is expected
+    yet. `planned`: 1 within the window of a planned change."""
     level, spread = expected_log_value(state, cfg, ops)
     reach = ops.maximum(spread * sigmas * tolerance(state, cfg, ops, warming=warming), math.log(factor))
     reach = reach + planned * math.log(cfg.planned_widening)
     capped = ops.where(state[0] < CAPPED_FROM_COUNT, reach, ops.minimum(reach, math.log(cap)))
-    return ops.exp(level + capped)
+    return ops.where(state[0] == 0.0, math.inf, ops.exp(level + capped))
 
 
 def gate_bounds(

@@ -138,6 +138,16 @@ def test_bounds_are_wide_at_first_and_while_the_learning_rate_rises() -> None:
     assert width(late, warming=1.0) == pytest.approx(CFG.warmup_widening * width(late))
 
 
+def test_nothing_is_beyond_the_bounds_before_the_first_row() -> None:
+    """A state without rows has no level: 1.0 nats or a gradient norm of 1.0 is not the expected value."""
+    state, first = initial_state(), 1e6
+    tensors = torch.tensor(state, dtype=torch.float64).unbind()
+    assert not beyond(first, first, gate_bounds(state, state, CFG, FLOATS))
+    assert not beyond(first, first, gate_bounds(tensors, tensors, CFG, TENSORS))
+    after = advance(state, first, True, CFG, FLOATS)
+    assert beyond(1e3 * first, 1e3 * first, gate_bounds(after, after, CFG, FLOATS))
+
+
 def rejected_rows(values: list[float], grad_norms: list[float]) -> list[int]:
     """Rows that a gate rejects; only accepted rows enter its state."""
     loss_state, grad_state = initial_state(), initial_state()

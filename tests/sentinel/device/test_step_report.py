@@ -181,6 +181,21 @@ def test_the_gate_mask_is_zero_or_one(loss: float, grad_norm: float, expected: f
     assert float(decision.overflow) == expected
 
 
+def test_the_first_finite_step_sets_the_level_of_the_gate() -> None:
+    """Wide initial weights give a loss and a gradient norm far above 1. A rejected step does not change the weights, so
+    a gate that rejects the first step rejects the next ones too."""
+    gate = Gate(load([]).sentinel.detect, device=torch.device("cpu"))
+    warming = torch.zeros((), dtype=torch.float64)
+
+    def skip_mask(loss: float, grad_norm: float) -> float:
+        decided = gate.decide(loss=torch.tensor(loss), grad_norm=torch.tensor(grad_norm), warming=warming)
+        return float(decided.skip_mask)
+
+    assert skip_mask(30.5, 900.0) == 0.0
+    assert skip_mask(30.4, 890.0) == 0.0
+    assert skip_mask(30.4, 1e6) == 1.0
+
+
 def test_a_batch_without_tokens_is_rejected_and_recorded() -> None:
     vector = make_reduced()
     total = totals(LAYOUT, vector, scale=torch.tensor(1.0), expected_tokens=50)
