@@ -77,13 +77,19 @@ def count_losses(losses: Tensor, targets: Tensor) -> Tensor:
 
 
 def sample_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, output_multiplier: float) -> Tensor:
-    """Summed entropy in nats of the output distribution at evenly spread positions of `hidden` [T, D] that have a
-    target, and the number of these positions [2]."""
-    stride = -(-len(hidden) // ENTROPY_TOKENS)
-    logits = F.linear(hidden[::stride], weight).float() * output_multiplier
+    """Summed entropy in nats of the output distribution at sampled positions of `hidden` [B, S, D] that have a target,
+    and the number of these positions [2].
+
+    The positions are evenly spread over the sequence, and the rows take turns. A stride over the flat batch could meet
+    the same place of each sequence, as the first one, whose token has no context.
+    """
+    num_rows, length = targets.shape
+    numbers = torch.arange(min(ENTROPY_TOKENS, targets.numel()), device=targets.device)
+    rows, places = numbers % num_rows, numbers * length // len(numbers)
+    logits = F.linear(hidden[rows, places], weight).float() * output_multiplier
     log_shares = torch.log_softmax(logits, dim=-1)
     entropies = -(log_shares.exp() * log_shares).sum(dim=-1)
-    is_counted = targets[::stride] != IGNORED
+    is_counted = targets[rows, places] != IGNORED
     return torch.stack([torch.where(is_counted, entropies, 0.0).sum(), is_counted.sum(dtype=torch.float32)])
 
 

@@ -301,10 +301,7 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def _sample_entropy(self, hidden: Tensor, targets: Tensor) -> Tensor:
         return sample_entropy(
-            hidden.flatten(0, 1),
-            self._head_weight(),
-            targets.flatten(),
-            output_multiplier=self.loss_options.output_multiplier,
+            hidden, self._head_weight(), targets, output_multiplier=self.loss_options.output_multiplier
         )
 
     def logits(self, tokens: Tensor, mask: AttentionMask = None) -> Tensor:

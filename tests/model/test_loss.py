@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -11,7 +12,14 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from harness.model.loss import IGNORED, LossOptions, LossSums, chunked_cross_entropy
+from harness.model.loss import (
+    ENTROPY_TOKENS,
+    IGNORED,
+    LossOptions,
+    LossSums,
+    chunked_cross_entropy,
+    sample_entropy,
+)
 
 NUM_TOKENS, DIM, VOCAB_SIZE = 50, 12, 37
 
@@ -112,6 +120,18 @@ def test_all_ignored_gives_zeros() -> None:
     for value in (*sums, hidden.grad, weight.grad):
         assert value is not None
         assert torch.count_nonzero(value.detach()) == 0
+
+
+@pytest.mark.parametrize(("num_rows", "length"), [(64, 32), (63, 16), (192, 34), (2, 34), (3, 2), (3, 1)])
+def test_entropy_is_sampled_at_all_places_of_a_sequence(num_rows: int, length: int) -> None:
+    """The model is certain of its token at odd places of a sequence, and knows nothing at even ones."""
+    is_certain = torch.arange(length) % 2 * torch.ones(num_rows, 1)
+    hidden = 1e4 * is_certain[..., None] * torch.tensor([1.0, 0.0])
+    weight = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [0.0, 0.0]])
+    targets = torch.zeros(num_rows, length, dtype=torch.int64)
+    total, count = sample_entropy(hidden, weight, targets, output_multiplier=1.0)
+    assert int(count) == min(ENTROPY_TOKENS, targets.numel())
+    assert float(total / count) == pytest.approx(float(1 - is_certain.mean()) * math.log(4), rel=0.1)
 
 
 @pytest.mark.parametrize("with_gradient", [True, False])
