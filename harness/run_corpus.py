@@ -4,7 +4,7 @@ A corpus that changed must stop the run before anything is written or trained. R
 this start reads. All hosts probe the files (`harness.data.corpus.host_agreement`). The record
 (`harness.data.corpus.corpus_record`) is written when the run directory is opened. A change is rejected with one line,
 unless `run.resume=changed` asks for it and the batch order can stay the same for what was seen: files appended, files
-moved, another batch size.
+moved, another batch size, other weights from the resumed batch on.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from harness.checkpoint import catalog
+from harness.config import compose
+from harness.config.conf_files import parse_yaml
 from harness.config.data import DataKind
 from harness.config.errors import require
 from harness.config.run import ResumePolicy
@@ -39,13 +41,20 @@ from harness.data.corpus.host_agreement import KeyedFile, agree_on_files
 from harness.data.corpus.remote_cache import use_cache
 from harness.data.order.ledger import Exclusion, Ledger
 from harness.data.order.mixture import Change
-from harness.data.sources import configured_sizes, open_sources, train_recipe
+from harness.data.sources import configured_sizes, open_sources, source_seed, train_recipe
 from harness.distributed.collectives import run_on_rank_zero
 from harness.distributed.world import World
 
-FIXED = ("train.sequence_length", "data.eval_fraction", "data.synthetic.num_samples")
+FIXED = (
+    "run.seed",
+    "train.sequence_length",
+    "data.eval_fraction",
+    "data.synthetic.num_samples",
+    "data.stratify.rare_below",
+    "data.stratify.max_per_batch",
+)
 FIXED_IN_SOURCES = (".kind", ".dtype")
-"""Config keys that decide which windows exist and which are held out."""
+"""Config keys that decide which windows exist, which are held out, and in which order they are read."""
 
 NEW_RUN = "or choose another run.name"
 UNDO = f"undo that, {NEW_RUN}"
@@ -122,7 +131,9 @@ def plan_data(cfg: Config) -> RunData:
         if progress.furthest == 0:  # no checkpoint: the run starts again, so nothing was seen yet
             return RunData(now, changes)
     refuse_fixed(settings, recorded, now)
+    refuse_other_sequence(cfg, run)
     refuse_broken(compared)
+    refuse_other_order(cfg, run, settings, before_batch=max(progress.resumes_at, progress.excluded))
     kept = {name: recorded.sources.get(name, source) for name, source in now.sources.items()}
     kept |= {name: replace(kept[name], files=each.files[: -each.num_added or None]) for name, each in compared.items()}
     record = DataRecord(sizes=admit_sizes(cfg, settings, recorded, progress), sources=kept)
@@ -219,6 +230,49 @@ def refuse_fixed(settings: dict[str, tuple[Any, Any]], recorded: DataRecord, now
         message = f"the embedded text comes with Python and differs from that of the first start: {WOULD_CHANGE}"
         is_same = not (then_text and source.text) or then_text == source.text
         require(is_same, f"data.sources.{name}.kind", f"{message}; use that Python, {NEW_RUN}")
+
+
+def refuse_other_sequence(cfg: Config, run: RunDir) -> None:
+    """Reject sources in another sequence: the mixture follows it, and a comparison of config keys does not see it."""
+    stored = (parse_yaml(run.config.read_text()) or {}).get("data", {}).get("sources", {})
+    then = [name for name in stored if name in cfg.data.sources]
+    now = [name for name in cfg.data.sources if name in stored]
+    message = f"must be in the sequence of this run, {', '.join(then)}, got {', '.join(now)}: {WOULD_CHANGE}"
+    require(then == now, "data.sources", f"{message}; {UNDO}")
+
+
+def refuse_other_order(cfg: Config, run: RunDir, settings: dict[str, tuple[Any, Any]], *, before_batch: int) -> None:
+    """Reject seeds and weights that would put other samples into batches that were consumed or excluded.
+
+    A turn is counted over all batches before it. With other weights there, the next batch would repeat samples of one
+    source and skip some of another.
+    """
+    changed = [key for key in settings if key == "data.phases" or key.startswith("data.sources.")]
+    if not changed:
+        return
+    then = compose.read(run.config)
+    for name in cfg.data.sources.keys() & then.data.sources.keys():
+        old, new = source_seed(then, name), source_seed(cfg, name)
+        message = f"must keep the order that the source has in this run: {WOULD_CHANGE}; keep it, {NEW_RUN}"
+        require(old == new, f"data.sources.{name}.seed", message)
+    ledger = Ledger.load(run.ledger, writer=False)
+    amendments = [Change(entry.from_batch, entry.weights) for entry in ledger.reweightings]
+    old_shares, new_shares = (shares_before(each, amendments, before_batch) for each in (then, cfg))
+    key = next((key for key in changed if key.endswith((".weight", "data.phases"))), changed[0])
+    message = f"the weights before batch {before_batch}, where the run goes on, must stay: {WOULD_CHANGE}"
+    advice = f"keep them and change later ones with data.phases or harness ctl {run.path} reweight, {NEW_RUN}"
+    require(old_shares == new_shares, key, f"{message}; {advice}")
+
+
+def shares_before(cfg: Config, amendments: Sequence[Change], batch: int) -> list[tuple[int, list[tuple[str, float]]]]:
+    """First batch and shares of the sources, of every phase that begins before a batch; equal for equal data orders."""
+    found = []
+    for phase in train_recipe(cfg).mixture(amendments).phases:
+        named = [(name, weight) for name, weight in zip(cfg.data.sources, phase.weights, strict=True) if weight > 0]
+        total = sum(weight for _, weight in named)
+        if phase.from_batch < batch:
+            found.append((phase.from_batch, [(name, round(weight / total, 12)) for name, weight in named]))
+    return found
 
 
 def admit_sizes(

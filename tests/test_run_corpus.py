@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from harness.checkpoint.store import STATE_FILE
+from harness.config.data import DataKind, PhaseConfig, SourceConfig
 from harness.config.errors import ConfigError
 from harness.config.schema import Config
 from harness.core import rundir
@@ -145,13 +146,22 @@ def test_moved_files_are_the_same_corpus(shards: Path) -> None:
 
 @pytest.mark.parametrize(
     "override",
-    ["train.sequence_length=32", "data.eval_fraction=0.1", "data.sources.main.dtype=uint16"],
+    [
+        "train.sequence_length=32",
+        "data.eval_fraction=0.1",
+        "data.sources.main.dtype=uint16",
+        "run.seed=7",
+        "data.stratify.rare_below=2",
+    ],
 )
 def test_settings_that_define_the_windows_cannot_change(shards: Path, override: str) -> None:
     start_run(config(shards), cursor=10)
     key, _, value = override.partition("=")
-    old = {"train.sequence_length": "16", "data.eval_fraction": "0.05", "data.sources.main.dtype": "auto"}[key]
-    assert_refused(config(shards, "run.resume=changed", override), rf"{key}: must stay {old} in this run, got {value}")
+    old = {"train.sequence_length": "16", "data.eval_fraction": "0.05", "data.sources.main.dtype": "auto"}
+    old |= {"run.seed": "0", "data.stratify.rare_below": "0"}
+    assert_refused(
+        config(shards, "run.resume=changed", override), rf"{key}: must stay {old[key]} in this run, got {value}"
+    )
 
 
 def test_a_run_without_a_checkpoint_may_change_its_data(shards: Path) -> None:
@@ -260,3 +270,60 @@ def test_a_batch_size_warmup_is_recorded_and_continues_the_same_order(shards: Pa
     none = config(shards, "run.resume=changed")
     assert plan_data(none).record.sizes == (BatchSize(0, 2), BatchSize(4, 4), BatchSize(5, 8))
     assert windows(later, read_recorded_data(run), range(10)) == expected[: 4 * 2 + 3 * 4 + 3 * 8]
+
+
+def mixture(shards: Path, *overrides: str, **weights: float) -> Config:
+    """A file of its own for each source, in the sequence of the weights; resumed with `run.resume=changed`."""
+    cfg = config(shards, "run.resume=changed", "train.batch_size=6", "data.eval_fraction=0.3", *overrides)
+    cfg.data.sources = {
+        name: SourceConfig(kind=DataKind.files, paths=[f"{shards}/{name}.bin"], weight=weight)
+        for name, weight in weights.items()
+    }
+    return cfg
+
+
+def test_weights_may_change_from_the_resumed_batch_on(shards: Path) -> None:
+    write_shard(shards / "d.bin")
+    run = start_run(mixture(shards, b=1, c=1), cursor=10)
+    before = windows(mixture(shards, b=1, c=1), read_recorded_data(run), range(10))
+    off_first = [PhaseConfig(from_batch=0, weights={"d": 0}), PhaseConfig(from_batch=10, weights={"d": 4})]
+    for later, weights in (([PhaseConfig(from_batch=10, weights={"b": 9})], {}), (off_first, {"d": 1})):
+        cfg = mixture(shards, b=2, c=2, **weights)
+        cfg.data.phases = later
+        assert plan_data(cfg).changes == {}
+        after = windows(cfg, read_recorded_data(run), range(12))
+        assert sorted(after[: len(before)]) == sorted(before)
+        assert len(set(after)) == len(after)
+
+
+@pytest.mark.parametrize("cursor", [10, 11])
+def test_weights_of_consumed_batches_cannot_change(shards: Path, cursor: int) -> None:
+    write_shard(shards / "d.bin")
+    run = start_run(mixture(shards, b=1, c=1), cursor=10)
+    stays = f"the weights before batch {cursor}, where the run goes on, must stay"
+    if cursor == 11:
+        Ledger.load(run.ledger).exclude(10, 10, "spike")
+    assert_refused(mixture(shards, b=1, c=3), rf"data\.sources\.c\.weight: {stays}")
+    assert_refused(mixture(shards, b=1, c=1, d=1), rf"data\.sources\.d\.weight: {stays}")
+    assert_refused(mixture(shards, b=1), rf"data\.sources\.c\.weight: {stays}")
+    cfg = mixture(shards, b=1, c=1)
+    cfg.data.phases = [PhaseConfig(from_batch=cursor - 1, weights={"b": 0})]
+    assert_refused(cfg, rf"data\.phases: {stays}")
+
+
+def test_the_order_of_a_source_cannot_change(shards: Path) -> None:
+    start_run(mixture(shards, b=1, c=1), cursor=10)
+    cfg = mixture(shards, b=1, c=1)
+    cfg.data.sources["c"].seed = 3
+    assert_refused(cfg, r"data\.sources\.c\.seed: must keep the order that the source has in this run")
+
+
+def test_sources_keep_their_sequence(shards: Path) -> None:
+    write_shard(shards / "d.bin")
+    forward, backward = mixture(shards, b=1, c=1, d=5), mixture(shards, d=5, c=1, b=1)
+    run = start_run(forward, cursor=10)
+    recorded = read_recorded_data(run)
+    assert set(windows(forward, recorded, range(10))) != set(windows(backward, recorded, range(10)))
+    line = r"data\.sources: must be in the sequence of this run, b, c, d, got d, c, b"
+    assert_refused(backward, line)
+    assert_refused(mixture(shards, "run.resume=same", d=5, c=1, b=1), line)
