@@ -6,7 +6,8 @@ the length of each sequence (int32, tokens), its offset in the `.bin` file (int6
 document (int64, one mark more than there are documents), and, in multimodal files, one mode byte per sequence, which is
 ignored. All numbers are little-endian. The index is memory-mapped, not read. Opening checks sizes, ends and a fixed
 number of probes in between, so its cost does not grow with the corpus; a lookup is a bisection over a few pages.
-Left out: a check of every entry (a lookup that finds a broken one raises), and fairseq's layout of the same magic.
+Left out: a check of every entry (a lookup compares those it uses with their neighbours, and raises if they do not fit),
+and fairseq's layout of the same magic.
 """
 
 from __future__ import annotations
@@ -93,7 +94,11 @@ class MegatronIndex:
     def document(self, number: int) -> tuple[int, int]:
         """First token and end of a document."""
         assert 0 <= number < self.num_documents
-        return self._first_token(self._marks[number]), self._first_token(self._marks[number + 1])
+        first, end = self._first_token(self._marks[number]), self._first_token(self._marks[number + 1])
+        nearby = self._marks[max(0, number - 1) : number + 3].tolist()
+        is_ordered = first <= end and nearby == sorted(nearby)
+        self._require(is_ordered, f"is broken: document {number} or one beside it ends before it begins")
+        return first, end
 
     def document_at(self, position: int) -> tuple[int, int, int]:
         """Number, first token and end of the document that contains the token."""
@@ -107,15 +112,21 @@ class MegatronIndex:
         raise ConfigError(self._key, f"{self.path}: is broken: no document contains token {position}")
 
     def _first_token(self, sequence: int) -> int:
-        if 0 <= sequence < len(self._pointers):
-            return self._pointers[sequence] // self.dtype.itemsize
-        self._require(sequence == len(self._pointers), f"is broken: a document begins at sequence {sequence}")
-        return self._num_bytes // self.dtype.itemsize
+        """Where a sequence begins, or the end of the data; the sequence before must end there."""
+        fits = 0 <= sequence <= len(self._pointers)
+        self._require(fits, f"is broken: a document begins at sequence {sequence}")
+        first = self._pointers[sequence] if sequence < len(self._pointers) else self._num_bytes
+        message = f"is broken: sequence {sequence - 1} does not end where the next one begins"
+        self._require(first == (self._end_byte(sequence - 1) if sequence else 0), message)
+        return first // self.dtype.itemsize
+
+    def _end_byte(self, sequence: int) -> int:
+        return self._pointers[sequence] + self._lengths[sequence] * self.dtype.itemsize
 
     def _check_cover(self, bin_path: Path, num_probes: int) -> None:
         """Check that the documents cover the data file without gaps: at both ends and at `num_probes` probes."""
         last = len(self._pointers) - 1
-        end = self._pointers[last] + self._lengths[last] * self.dtype.itemsize
+        end = self._end_byte(last)
         found = f"{bin_path.name} has {self._num_bytes}"
         self._require(self._pointers[0] == 0, f"begins at byte {self._pointers[0]} of {bin_path.name}, allowed is 0")
         if end > self._num_bytes:
@@ -128,8 +139,7 @@ class MegatronIndex:
         for probe in range(num_probes):
             sequence = last * probe // num_probes
             if sequence < last:
-                following = self._pointers[sequence] + self._lengths[sequence] * self.dtype.itemsize
-                fits = self._lengths[sequence] >= 0 and following == self._pointers[sequence + 1]
+                fits = self._lengths[sequence] >= 0 and self._end_byte(sequence) == self._pointers[sequence + 1]
                 self._require(fits, f"is broken: sequence {sequence} does not end where the next one begins")
             mark = (self.num_documents - 1) * probe // num_probes
             fits = 0 <= self._marks[mark] <= self._marks[mark + 1] <= last + 1

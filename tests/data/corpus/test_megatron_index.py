@@ -167,8 +167,22 @@ def test_damage_between_the_probes_is_reported_at_lookup(tmp_path: Path, wrong: 
     pointers[505] = pointers[506] = wrong
     file = opened(pair(tmp_path, index_bytes(lengths, pointers=pointers), 2000))
     assert file.document_at(400) == (400, 400, 401)
-    with pytest.raises(ConfigError, match=r"corpus\.idx: is broken: no document contains token 505"):
+    with pytest.raises(ConfigError, match=r"corpus\.idx: is broken: "):
         file.document_at(505)
+
+
+@pytest.mark.parametrize("wrong", [-2, 3, 2023, 2800])
+@pytest.mark.parametrize("field", ["lengths", "pointers", "marks"])
+def test_a_damaged_entry_never_moves_a_boundary(tmp_path: Path, field: str, wrong: int) -> None:
+    """Document 505 begins where document 504 ends; damage to that boundary is found from either side."""
+    lengths, pointers, marks = [2] * 1000, [4 * number for number in range(1000)], list(range(1001))
+    {"lengths": lengths, "pointers": pointers, "marks": marks}[field][505] = wrong
+    file = opened(pair(tmp_path, index_bytes(lengths, pointers=pointers, marks=marks), 4000))
+    assert file.document(300) == (600, 602)
+    broken = r"^data\.sources\.main\.paths: .*corpus\.idx: is broken"
+    for number in (505,) if field == "lengths" else (504, 505):
+        with pytest.raises(ConfigError, match=broken):
+            file.document(number)
 
 
 def test_lookup_does_not_scan_the_documents(tmp_path: Path) -> None:
