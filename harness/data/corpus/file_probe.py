@@ -8,14 +8,14 @@ does not detect a change of a few tokens in the middle of a large file.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
 from harness.config.data import DataKind, SourceConfig
-from harness.config.errors import ConfigError
+from harness.config.errors import ConfigError, require
 from harness.data.corpus.remote_cache import cached_file, local_path, recorded_path
 from harness.data.corpus.token_files import expand
 
@@ -36,12 +36,30 @@ class ListedFile(NamedTuple):
 
 def list_files(sources: Mapping[str, SourceConfig]) -> dict[str, list[ListedFile]]:
     """The files of every source of kind files, sorted by name."""
-    found = {}
-    for name, source in sources.items():
-        if source.kind is DataKind.files:
-            key = f"data.sources.{name}.paths"
-            found[name] = [stat_file(path, key=key) for path in expand(source.paths, key=key)]
-    return found
+    expanded = {
+        name: expand(source.paths, key=_key(name)) for name, source in sources.items() if source.kind is DataKind.files
+    }
+    require_distinct(expanded)
+    return {name: [stat_file(path, key=_key(name)) for path in paths] for name, paths in expanded.items()}
+
+
+def require_distinct(expanded: Mapping[str, Sequence[Path]]) -> None:
+    """Reject a file that is read twice: under two names, or in sources whose other files differ.
+
+    The held-out windows are the tail of a source, so the second copy would be trained on.
+    """
+    owners: dict[Path, tuple[str, Path]] = {}
+    files = {name: [path.resolve() for path in paths] for name, paths in expanded.items()}
+    for name, paths in expanded.items():
+        for path, file in zip(paths, files[name], strict=True):
+            other, twin = owners.setdefault(file, (name, path))
+            message = f"{recorded_path(path)} and {recorded_path(twin)} of source {other} are the same file"
+            is_twice = twin != path if other == name else files[other] != files[name]
+            require(not is_twice, _key(name), f"{message}: what is held out would be trained on; name it once")
+
+
+def _key(source: str) -> str:
+    return f"data.sources.{source}.paths"
 
 
 def stat_file(path: Path, *, key: str) -> ListedFile:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from hashlib import blake2b
 from pathlib import Path
@@ -64,12 +64,21 @@ def expand(paths: Sequence[str], *, key: str) -> list[Path]:
         if path.exists() or not PATTERN.intersection(given):
             found.add(_data_file(path, key=key))
             continue
-        matches = Path(path.anchor).glob(str(path.relative_to(path.anchor)))
+        matches = [match for match in _glob(path) if _num_hidden(match) <= _num_hidden(path)]
         files = [match.with_suffix(".bin") if match.suffix == ".idx" else match for match in matches]
         files = [file for file in files if file.suffix in ENDINGS and not file.name.endswith(NO_TOKENS)]
         require(bool(files), key, f"{given}: matches no {' or '.join(ENDINGS)} file")
         found |= {_data_file(file, key=key) for file in files}
     return sorted(found, key=lambda file: Path(recorded_path(file)))
+
+
+def _glob(pattern: Path) -> Iterator[Path]:
+    return Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))
+
+
+def _num_hidden(path: Path) -> int:
+    """Parts of a path that begin with a dot. As in a shell, a pattern matches them only if it has the dot itself."""
+    return sum(part.startswith(".") and part != ".." for part in path.parts)
 
 
 def probes_per_file(most: int, num_files: int) -> int:

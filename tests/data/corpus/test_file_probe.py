@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.config.data import DataKind, SourceConfig
 from harness.config.errors import ConfigError
-from harness.data.corpus.file_probe import BLOCK_BYTES, READS_PER_FILE, positions, probe, stat_file
+from harness.data.corpus.file_probe import BLOCK_BYTES, READS_PER_FILE, list_files, positions, probe, stat_file
 from tests.data.token_files import KEY, write_pair
 
 
@@ -71,3 +72,41 @@ def test_removed_file_is_named(pair: Path) -> None:
     for read_file in (lambda: probe(file, key=KEY), lambda: stat_file(pair, key=KEY)):
         with pytest.raises(ConfigError, match=rf"^{KEY}: {pair}: cannot be read"):
             read_file()
+
+
+def files_of(**paths: list[str]) -> dict[str, SourceConfig]:
+    return {name: SourceConfig(kind=DataKind.files, paths=given) for name, given in paths.items()}
+
+
+def test_a_file_under_two_names_is_refused(pair: Path, tmp_path: Path) -> None:
+    """Its last windows are held out under one name and trained on under the other."""
+    (tmp_path / "latest.bin").symlink_to(pair)
+    spelled = f"{tmp_path}/../{tmp_path.name}/a.bin"
+    line = r"^data\.sources\.main\.paths: .* and .* of source main are the same file"
+    for paths in ([str(tmp_path / "*.bin")], [str(pair), spelled]):
+        with pytest.raises(ConfigError, match=line):
+            list_files(files_of(main=paths))
+    assert len(list_files(files_of(main=[str(pair), str(tmp_path / "a")]))["main"]) == 1
+
+
+def test_sources_share_all_their_files_or_none(pair: Path, tmp_path: Path) -> None:
+    write_pair(tmp_path / "b", [[1, 2, 3]])
+    everything, one = [str(tmp_path / "*.bin")], [str(pair)]
+    with pytest.raises(
+        ConfigError, match=rf"^data\.sources\.code\.paths: {pair} and {pair} of source web are the same file"
+    ):
+        list_files(files_of(web=everything, code=one))
+    assert len(list_files(files_of(web=everything, code=everything))["code"]) == 2
+
+
+def test_hidden_files_match_no_pattern(pair: Path, tmp_path: Path) -> None:
+    """Copies that editors and file systems leave, such as `.ipynb_checkpoints/a-checkpoint.bin` and `._a.bin`."""
+    (tmp_path / ".copies").mkdir()
+    for copy in (tmp_path / "._a.bin", tmp_path / ".copies" / "a.bin"):
+        copy.write_bytes(pair.read_bytes())
+    (listed,) = list_files(files_of(main=[str(tmp_path / "**" / "*.bin")]))["main"]
+    assert listed.path == str(pair)
+    (named,) = list_files(files_of(main=[str(tmp_path / ".copies" / "*.bin")]))["main"]
+    assert named.path == str(tmp_path / ".copies" / "a.bin")
+    (file,) = list_files(files_of(main=[str(tmp_path / "._a.bin")]))["main"]
+    assert file.path == str(tmp_path / "._a.bin")
