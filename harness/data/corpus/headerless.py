@@ -4,7 +4,7 @@ Why: three formats share two file endings. A wrong guess does not fail, it train
 the name.
 How: a NumPy file and an llm.c file state in their header what they contain, and their size must agree. Anything else is
 tokens from the first byte to the last (nanoGPT's `.bin`, OLMo's `.npy`), of the configured dtype, or uint16 if none is
-configured; then a few probes reject data that can only be uint32.
+configured; then a few probes reject data that can only be of 32 or 64 bits.
 Left out: NumPy arrays of more than one dimension.
 """
 
@@ -31,8 +31,8 @@ HEAD_BYTES = 4096
 """Bytes read to find the format; no supported header is longer."""
 
 PROBE_TOKENS = 1024
-LARGEST_HIGH_HALF = 3
-"""High half of ids below 2 ** 18: the vocabularies for which uint32 is used."""
+LARGEST_HIGH_HALF = 15
+"""High half of ids below 2 ** 20, above all vocabularies."""
 
 
 class FlatLayout(NamedTuple):
@@ -114,8 +114,10 @@ def _probe_starts(num_halves: int, num_probes: int) -> np.ndarray[Any, np.dtype[
 
 
 def _looks_like_uint32(tokens: np.ndarray[Any, np.dtype[Any]], num_probes: int) -> bool:
-    """Whether every second uint16, and only those, is as small as the high half of a token id."""
+    """Whether every second uint16, and only those, is as small as the high half of a token id; for ids of bytes, 0."""
     starts = _probe_starts(len(tokens), num_probes)
     halves = np.concatenate([tokens[start : start + PROBE_TOKENS] for start in starts])
     low, high = halves[::2], halves[1::2]
-    return len(high) >= PROBE_TOKENS // 2 and high.max() <= LARGEST_HIGH_HALF and low.max() > 255
+    if len(high) < PROBE_TOKENS // 2 or high.max() > LARGEST_HIGH_HALF:
+        return False
+    return bool(low.max() > (255 if high.any() else 0))

@@ -40,16 +40,19 @@ def test_odd_bytes_are_refused(tmp_path: Path, dtype: TokenDtype) -> None:
     )
 
 
-@pytest.mark.parametrize("largest", [50_000, 100_000, 200_000])
-def test_uint32_is_not_read_as_uint16(tmp_path: Path, largest: int) -> None:
+@pytest.mark.parametrize("dtype", ["uint32", "int64"])
+@pytest.mark.parametrize("largest", [256, 50_000, 200_000, 300_000, 1_000_000])
+def test_wider_tokens_are_not_read_as_uint16(tmp_path: Path, largest: int, dtype: str) -> None:
+    """Of every size: the ids of bytes, and those of the largest vocabularies."""
     path = tmp_path / "part.npy"
-    path.write_bytes(np.random.default_rng(0).integers(0, largest, 5000, dtype=np.uint32).tobytes())
+    tokens = np.random.default_rng(0).integers(0, largest, 5000, dtype=dtype)
+    path.write_bytes(tokens.tobytes())
     check_rejected(path, "looks like uint32", names=path)
-    assert opened(path, TokenDtype.uint32).num_tokens == 5000
-    assert opened(path, TokenDtype.uint16).num_tokens == 10_000
+    assert opened(path, TokenDtype(dtype)).num_tokens == 5000
+    assert opened(path, TokenDtype.uint16).num_tokens == tokens.nbytes // 2
 
 
-@pytest.mark.parametrize("vocab_size", [2, 300, 65536])
+@pytest.mark.parametrize("vocab_size", [1, 2, 16, 300, 65536])
 def test_uint16_is_accepted(tmp_path: Path, vocab_size: int) -> None:
     path = tmp_path / "train.bin"
     path.write_bytes(np.random.default_rng(0).integers(0, vocab_size, 5000, dtype=np.uint16).tobytes())
