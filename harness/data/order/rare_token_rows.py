@@ -104,7 +104,8 @@ def write_rare_index(path: Path, sources: Sequence[ScannedSource], *, below: int
 
 
 def _scan(source: ScannedSource) -> Iterator[tuple[int, Tokens]]:
-    """Yield all samples in chunks, each with the number of its first sample."""
+    """Yield all samples in chunks, each with the number of its first sample; int64, because numpy counts no uint64."""
     corpus, samples = source
     for first in range(0, len(samples), SCAN_SAMPLES):
-        yield first, np.stack([corpus.sample(sample) for sample in samples[first : first + SCAN_SAMPLES]])
+        chunk = [corpus.sample(sample) for sample in samples[first : first + SCAN_SAMPLES]]
+        yield first, np.stack(chunk, dtype=np.int64)

@@ -155,6 +155,14 @@ def test_occurrences_are_counted_in_samples_and_frequencies_in_the_data() -> Non
     assert known == expected, "the last token of a sample counts where it is seen, and once in the data"
 
 
+def test_tokens_of_64_bits_are_counted() -> None:
+    table = [[1, 2, 2, 3], [1, 1, 1, 1]]
+    narrow, wide = (TableCorpus(np.array(table, dtype=dtype)) for dtype in ("int64", "uint64"))
+    (expected,), (found,) = (find_rare([ScannedSource(each, range(2))], below=3) for each in (narrow, wide))
+    assert [each.tolist() for each in found] == [each.tolist() for each in expected]
+    assert {each.dtype.name for each in found} == {"int64"}
+
+
 def test_without_rare_tokens_nothing_changes() -> None:
     table = np.random.default_rng(0).integers(0, 40, size=(300, 65))
     stratified = _stratified(table, below=5, limit=1, batch_size=8, seed=0)
