@@ -30,6 +30,8 @@ OURS = (".meta.json", ".parts.json", ".tokenizer.json", STREAMED)
 """Endings of the files that `harness data prepare` writes, possibly into its input directory."""
 ARROW_MAGIC = b"ARROW1"
 CHUNK_BYTES = 1 << 20
+ZSTD_WINDOW_BYTES = 1 << 31
+"""Largest window of `zstd --long=31`, with which large dumps are published; memory is used by such files only."""
 PARQUET_ROWS = 1024
 """Rows in memory at once."""
 
@@ -268,6 +270,8 @@ class Reader:
         if self._text_key not in schema.names:
             listed = ", ".join(schema.names)
             raise ConfigError(str(path), f"has no column {self._text_key!r} but {listed}; see --text-key")
+        num_columns = schema.names.count(self._text_key)
+        require(num_columns == 1, str(path), f"has {num_columns} columns {self._text_key!r}; it needs one")
         kind = schema.field(self._text_key).type
         kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
         is_text = pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
@@ -293,7 +297,7 @@ def _unzstd(path: Path, file: BinaryIO) -> Iterator[bytes]:
     try:
         while packed := file.read(CHUNK_BYTES // 8):
             while packed:
-                frame = frame or ZstdDecompressor().decompressobj()
+                frame = frame or ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES).decompressobj()
                 yield frame.decompress(packed)
                 packed = frame.unused_data
                 frame = None if frame.eof else frame

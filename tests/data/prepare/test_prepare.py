@@ -385,3 +385,19 @@ def test_shards_contain_every_record_once_and_texts_are_unicode(
             else read == text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         )
     assert reader.position_bytes == reader.num_bytes == path.stat().st_size
+
+
+def test_zstandard_with_a_long_window_is_read(tmp_path: Path) -> None:
+    """As of `zstd --long=28`; 27 is what the library allows by default."""
+    parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=28)
+    packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    path = tmp_path / "in.jsonl.zst"
+    path.write_bytes(packer.compress(b'{"text": "first"}\n') + packer.flush())
+    assert [record.payload for record in Reader([path], text_key="text")] == [b'{"text": "first"}']
+
+
+def test_two_columns_of_the_same_name_are_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "in.parquet"
+    parquet.write_table(arrow.table([arrow.array(["a"])] * 2, names=["text", "text"]), path)
+    with pytest.raises(ConfigError, match=rf"^{path}: has 2 columns 'text'; it needs one$"):
+        list(Reader([path], text_key="text"))
