@@ -43,6 +43,7 @@ from harness.core import event_json
 from harness.core.events import (
     Action,
     ActionKind,
+    CheckpointJudged,
     CheckpointSaved,
     Event,
     Finding,
@@ -348,15 +349,18 @@ def test_a_rolled_back_run_ends_like_the_control_run(ranks: Pool, control: Finis
 
 @pytest.mark.parametrize("asked_in", [20, 22], ids=["snapshot waits for its report", "request is in flight"])
 def test_a_requested_save_survives_a_rollback(ranks: Pool, tmp_path: Path, asked_in: int) -> None:
-    """The rollback drops the snapshot, or the report with the request; the next update is saved instead."""
+    """The rollback drops the snapshot, or the report with the request; the next update is saved instead. No checkpoint is
+    good: 17 clean steps make one, 15 were undone, and 16 follow."""
     case = partial(run_worker_with_save_by_clock, asked_in)
     order = Rollback(to_step=8)
-    finished = run_with_orders(ranks, tmp_path, "victim", {21: [order]}, "train.num_steps=24", case=case)
+    overrides = ("train.num_steps=24", "checkpoint.good_after_steps=17")
+    finished = run_with_orders(ranks, tmp_path, "victim", {21: [order]}, *overrides, case=case)
     (answer,) = check_answers(finished, order)
     assert (answer.iteration, answer.changes["step"]) == (21 + LAG, 8)
     saved = [event.directory for event in events_of(CheckpointSaved, finished.log)]
     expected = [(8, 0), (16, 0), (9, 1), (16, 1), (24, 1)]
     assert saved == [catalog.name_of(step, generation) for step, generation in expected]
+    assert "good" not in [event.health for event in events_of(CheckpointJudged, finished.log)]
 
 
 def test_learning_rate_falls_at_once_and_rises_slowly(ranks: Pool, control: FinishedRun, tmp_path: Path) -> None:
