@@ -139,9 +139,9 @@ def choose_token(logits: Tensor, options: SamplingOptions, random: torch.Generat
     """Draw the next token from its logits."""
     if not torch.isfinite(logits).all():
         raise ConfigError("", "the model computes NaN or Inf: the weights of this checkpoint are damaged")
-    if options.temperature == 0:
-        return int(logits.argmax())
     scaled = logits / options.temperature
+    if not torch.isfinite(scaled).all():  # 0, or so low that fp32 overflows
+        return int(logits.argmax())
     if 0 < options.top_k < scaled.numel():
         least = scaled.topk(options.top_k).values[-1]
         scaled = scaled.masked_fill(scaled < least, float("-inf"))

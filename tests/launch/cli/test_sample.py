@@ -75,6 +75,7 @@ def test_top_k_and_temperature_limit_the_choice() -> None:
     assert drawn(1.0, 2) == {1, 2}
     assert drawn(5.0, 0) == {0, 1, 2, 3}
     assert drawn(0.01, 0) == {1}
+    assert drawn(1e-40, 0) == drawn(1e-40, 2) == {1}
 
 
 @pytest.mark.parametrize(
