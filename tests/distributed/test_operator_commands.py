@@ -349,8 +349,10 @@ def test_a_rolled_back_run_ends_like_the_control_run(ranks: Pool, control: Finis
 
 @pytest.mark.parametrize("asked_in", [20, 22], ids=["snapshot waits for its report", "request is in flight"])
 def test_a_requested_save_survives_a_rollback(ranks: Pool, tmp_path: Path, asked_in: int) -> None:
-    """The rollback drops the snapshot, or the report with the request; the next update is saved instead. No checkpoint is
-    good: 17 clean steps make one, 15 were undone, and 16 follow."""
+    """The rollback drops the snapshot, or the report with the request; the next update is saved instead.
+
+    No checkpoint is good: 17 clean steps make one, 15 were undone, and 16 follow.
+    """
     case = partial(run_worker_with_save_by_clock, asked_in)
     order = Rollback(to_step=8)
     overrides = ("train.num_steps=24", "checkpoint.good_after_steps=17")
