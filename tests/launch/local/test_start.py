@@ -405,7 +405,7 @@ def test_number_of_ranks_depends_on_the_device(tmp_path: Path, monkeypatch: pyte
     cfg.launch.ranks_per_gpu = 1
     monkeypatch.setattr(start, "num_gpus", lambda: 0)
     cfg.parallel.device = DeviceKind.cuda
-    with pytest.raises(ConfigError, match=r"^parallel\.device: no CUDA device"):
+    with pytest.raises(ConfigError, match=r"^parallel\.device: must be cpu or auto: this machine has no CUDA device"):
         start.ranks_to_start(cfg)
 
 
