@@ -129,12 +129,18 @@ class ObjectStore:
 
     def write(self, path: str, content: bytes) -> None:
         """Create or replace an object."""
-        self._create(lambda: self._system.pipe_file(self._full(path), content), path)
+        try:
+            self._repeat(lambda: self._system.pipe_file(self._full(path), content), path)
+        except FileNotFoundError:
+            raise self._no_bucket() from None
 
     def upload(self, local: Path, path: str) -> None:
         """Create or replace an object from a local file; it appears when it is complete."""
-        local.stat()  # of two files that may not exist, only the object is left
-        self._create(lambda: self._system.put_file(str(local), self._full(path)), path)
+        try:
+            self._repeat(lambda: self._system.put_file(str(local), self._full(path)), path)
+        except FileNotFoundError:
+            local.stat()  # raises if it is the local file that does not exist, or was deleted between two attempts
+            raise self._no_bucket() from None
 
     def delete(self, paths: Iterable[str]) -> None:
         """Delete objects one after the other; one that does not exist is no error."""
@@ -163,13 +169,6 @@ class ObjectStore:
 
     def _no_bucket(self) -> ConfigError:
         return ConfigError(self._key, f"{self.url}: there is no bucket {self._bucket}; create it, or choose another")
-
-    def _create(self, attempt: Callable[[], object], path: str) -> None:
-        """Create an object. What the store does not find then is the bucket."""
-        try:
-            self._repeat(attempt, path)
-        except FileNotFoundError:
-            raise self._no_bucket() from None
 
     def _full(self, path: str) -> str:
         return f"{self._root}/{path}" if path else self._root
