@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from harness.checkpoint import catalog
 from harness.config import compose
-from harness.config.conf_files import parse_yaml
+from harness.config.conf_files import read_tree
 from harness.config.data import DataKind
 from harness.config.errors import require
 from harness.config.run import ResumePolicy
@@ -234,7 +234,7 @@ def refuse_fixed(settings: dict[str, tuple[Any, Any]], recorded: DataRecord, now
 
 def refuse_other_sequence(cfg: Config, run: RunDir) -> None:
     """Reject sources in another sequence: the mixture follows it, and a comparison of config keys does not see it."""
-    stored = (parse_yaml(run.config.read_text()) or {}).get("data", {}).get("sources", {})
+    stored = read_tree(run.config).get("data", {}).get("sources", {})
     then = [name for name in stored if name in cfg.data.sources]
     now = [name for name in cfg.data.sources if name in stored]
     message = f"must be in the sequence of this run, {', '.join(then)}, got {', '.join(now)}: {WOULD_CHANGE}"
