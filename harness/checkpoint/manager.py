@@ -55,6 +55,7 @@ class CheckpointManager:
         self._queued: Slot | None = None
         """Snapshot to be written once its step report has arrived."""
         self._is_queued_on_request = False
+        """The clock or an operator asked for that snapshot; if it is dropped, the next update is saved instead."""
         self._save_requested = False
         self._blocked_s = 0.0
         self._interval_s = 60 * (self._cfg.every_minutes or math.inf)
