@@ -35,7 +35,7 @@ class QuantizedTiles(NamedTuple):
 
     rows: Tensor
     columns: Tensor
-    """The transpose."""
+    """The transpose; empty where a kernel does not write it."""
     amax: Tensor
     """The amax of each tile before quantization."""
     scale_inv: Tensor
@@ -75,11 +75,12 @@ def fit_scales(matrices: Sequence[QuantizedTiles], scales: Sequence[Tensor], dty
     return requantize
 
 
-def empty_tiles(matrix: Tensor, dtype: torch.dtype) -> QuantizedTiles:
+def empty_tiles(matrix: Tensor, dtype: torch.dtype, *, transpose: bool = True) -> QuantizedTiles:
     """Uninitialized output for a matrix."""
     height, width = matrix.shape
     rows, columns = (
-        torch.empty(shape, dtype=dtype, device=matrix.device) for shape in ((height, width), (width, height))
+        torch.empty(shape, dtype=dtype, device=matrix.device)
+        for shape in ((height, width), (width, height) if transpose else (0,))
     )
     num_tiles = triton.cdiv(width, TILE_COLUMNS.value) * triton.cdiv(height, TILE_ROWS.value)
     amax, scale_inv = (torch.empty(count, dtype=torch.float32, device=matrix.device) for count in (num_tiles, 1))
@@ -189,10 +190,22 @@ def write_quantized(number, tile, rows, columns, scale, amax, height, width, dty
     """Quantize a tile and write it in both layouts; store its amax if requested."""
     if amax is not None:
         tl.store(amax + number, tl.max(tl.abs(tile)))
-    scaled = tl.clamp(tile * tl.load(scale), -limit, limit, propagate_nan=tl.PropagateNan.ALL)
-    quantized = scaled.to(dtype).to(tl.uint8, bitcast=True)
+    quantized = quantize_tile(tile, tl.load(scale), dtype, limit)
     at, inside = tile_at(number, height, width)
     tl.store(rows + at, quantized, mask=inside)
+    write_columns(number, quantized, columns, height, width)
+
+
+@triton.jit
+def quantize_tile(tile, scale, dtype: tl.constexpr, limit: tl.constexpr):
+    """The bytes of a tile in fp8."""
+    scaled = tl.clamp(tile * scale, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+    return scaled.to(dtype).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def write_columns(number, quantized, columns, height, width):
+    """Write a quantized tile into the transpose."""
     first_row, first_column = _corner(number, width)
     row, column = first_row + tl.arange(0, TILE_ROWS)[None, :], first_column + tl.arange(0, TILE_COLUMNS)[:, None]
     inside = (row < height) & (column < width)

@@ -11,7 +11,7 @@ from harness.model.loss import IGNORED, LossOptions, _chunk_gradient, _chunk_gra
 from harness.precision.fp8 import quantize_meters
 from harness.precision.fp8.custom_ops import quantize_and_record
 from harness.precision.fp8.emulation import EmulatedEngine
-from harness.precision.fp8.formats import FORWARD, GRADIENT, SCALE_STEPS, UNDERFLOW
+from harness.precision.fp8.formats import FORWARD, GRADIENT, SCALE_STEPS, UNDERFLOW, QuantizedMatrix
 from harness.precision.fp8.quantize_meters import METER, Column, TensorRole, probing
 from harness.precision.fp8.swiglu import (
     compute_grads,
@@ -108,21 +108,22 @@ def test_swiglu_is_quantized_as_in_torch(recipe: str, shape: tuple[int, int], is
     gate, up, grad = (torch.randn(shape, device=DEVICE, generator=generator).to(torch.bfloat16) for _ in range(3))
     gate[3, 5], up[3, 5], grad[7, 7], up[9, :] = 30.0, 50.0, 20.0, 1e-6
     own, plain = ([torch.zeros(METER, device=DEVICE) for _ in range(2)] for _ in range(2))
-    scales, engine = [scalar(2.0), scalar(5.0)], EmulatedEngine()
+    scales, engine = [scalar(2.0), scalar(4.0)], EmulatedEngine()
     results = compute_product(gate, up), *compute_grads(grad, gate, up)
     roles = TensorRole.activations, TensorRole.gradients, TensorRole.gradients
     arguments = zip(results, [scales[0], *scales], [plain[0], *plain], roles, strict=True)
     with probing(count_underflow=True, prime_scales=is_primed):
-        first = quantize_product_by_kernels(gate, up, scales[0], own[0], recipe)
-        kernels = [first, *quantize_grads_by_kernels(grad, gate, up, scales, own, recipe)]
+        product = quantize_product_by_kernels(gate, up, scales[0], own[0], recipe)
+        *grads, columns = quantize_grads_by_kernels(grad, gate, up, scales, product.scale_inv, own, recipe)
+        kernels = [QuantizedMatrix(product.rows, columns, *[product.scale_inv] * 2), *grads]
         others = [
             quantize_and_record(engine, values, scale, meter, role, recipe) for values, scale, meter, role in arguments
         ]
     with probing(count_underflow=False, prime_scales=is_primed):  # the last scale fits now
-        second = quantize_product_by_kernels(gate, up, scales[0], own[0], recipe)
-        for one, repeated in zip(
-            kernels, [second, *quantize_grads_by_kernels(grad, gate, up, scales, own, recipe)], strict=True
-        ):
+        product = quantize_product_by_kernels(gate, up, scales[0], own[0], recipe)
+        *grads, columns = quantize_grads_by_kernels(grad, gate, up, scales, product.scale_inv, own, recipe)
+        second = [QuantizedMatrix(product.rows, columns, *[product.scale_inv] * 2), *grads]
+        for one, repeated in zip(kernels, second, strict=True):
             assert all(
                 torch.equal(now.view(torch.uint8), then.view(torch.uint8))
                 for now, then in zip(one, repeated, strict=True)

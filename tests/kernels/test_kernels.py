@@ -35,6 +35,7 @@ TYPES = {
     **dict.fromkeys(("values", "before", "out", "gate", "up", "tensor", "logits", "buffer"), "*bf16"),
     **dict.fromkeys(("fused_qkv", "query", "key", "value"), "*bf16"),
     **dict.fromkeys(("after", "rows", "columns", "gate_rows", "gate_columns", "up_rows", "up_columns"), "*u8"),
+    "product": "*u8",
     **dict.fromkeys(("requantize", "is_stale", "counts"), "*i32"),
     **dict.fromkeys(("targets", "table", "ends", "digests"), "*i64"),
     "moments": "*bf16",
@@ -43,12 +44,14 @@ TYPES = {
     "num_programs": "i32",
 }
 FIXED = {"block": 1024, "dtype": tl.float8e4nv, "limit": 448.0, "underflow": 2.0**-10, "most": 2.0**100, "step": 4}
+FIXED |= {"product_dtype": tl.float8e4nv, "product_limit": 448.0}
 FIXED |= {"num_queries": 16, "num_keys": 8, "half": 64, "group": 8, "num_rows": 4, "is_backward": True}
 FIXED |= {"max_tensors": 256, "unit": 4, "shift": 2**40 + 1}
 WITHIN = {"_swiglu", "_swiglu_grads", "num_tiles_to_requantize", "_corner", "tile_at", "write_quantized"}
 WITHIN |= {"_quantize_tile", "_quantize_swiglu_tile", "_grads_of_tile", "_row_at", "_underflows", "count_zeros"}
 WITHIN |= {"_amax_of_tiles", "find_piece", "load_entry", "_first_row_and_head", "_head_offsets", "_angle_offsets"}
 WITHIN |= {"_rotate", "_copy", "_copy_piece", "_mix", "_round_to_bf16", "store_update_sums"}
+WITHIN |= {"quantize_tile", "write_columns"}
 modules = (adamw, bit_digest, chunk_cat, cross_entropy, fp8_quantize, grad_norm, multi_tensor, muon, rope, swiglu)
 found = {
     name: value for module in modules for name, value in vars(module).items() if isinstance(value, JITFunction)

@@ -12,7 +12,8 @@ in the order in which autograd saves them:
     full           only the input (1 D)
 
 A projection in fp8 saves its input in fp8, one byte for each value, in place of the input itself: the outputs of both
-norms and the SwiGLU product. The attention output is saved in both formats, because attention's backward needs it too.
+norms. The attention output is saved in both formats, because attention's backward needs it too. The SwiGLU product is
+computed again from gate and up; with the recipe `block` it is saved in fp8.
 Selective checkpointing saves fp8 inputs in addition: with all projections in fp8 it saves as much as no checkpointing.
 
 In backward, a checkpointed block holds its recomputed tensors, and the gradients of the widest tensors beside them. How
@@ -21,8 +22,9 @@ many are alive at once was measured on a GPU (`tests.bench.plan --tensors`):
     none 1 D + 1 F, selective 1 D + 4 F, full 6 D + 2 K + 6 F; not compiled: 1 D + 2 F, 3 D + 4 F, 6 D + 2 K + 6 F
 
 For an MLP in fp8 the peak was derived from its operators. The MLP is one operator. It peaks where the gradients of gate
-and up are written in fp8 in both layouts (4 bytes of F) while the gradient of the SwiGLU product is alive (1 F), beside
-the gradient of the residual stream (1 D; selective, not compiled: 3 D). With the recipe `block` the MLP consists of
+and up are written in fp8 in both layouts and the product in one (5 bytes of F) while the gradient of the SwiGLU product
+is alive (1 F), beside the gradient of the MLP's output in fp8 (1 byte of D) and that of the residual stream (1 D;
+selective, not compiled: 3 D). With the recipe `block` the MLP consists of
 several operators. Compiled, they peak when gate and up have become gradients: both in fp8 in both layouts, without the
 fp8 SwiGLU product, which is freed, and with the gradient of the MLP's input beside that of the residual stream. Not
 compiled, they peak where the gradients of gate and up are computed: the fp8 product is freed, and nothing else is
@@ -40,7 +42,7 @@ Left out: temporary memory inside a kernel.
 
 from __future__ import annotations
 
-from harness.analysis.plan.fp8 import Fp8Projections, count_quantized, fp8_bytes
+from harness.analysis.plan.fp8 import Fp8Projections, fp8_bytes, saved_inputs
 from harness.config.model import AttentionKind, ModelConfig, NormKind
 from harness.config.parallel import ActivationCheckpointing, DeviceKind
 from harness.config.precision import Fp8Recipe, PrecisionKind
@@ -100,7 +102,7 @@ def _fp8_mlp_bytes(cfg: Config) -> int:
     is_selective = cfg.parallel.activation_checkpointing is ActivationCheckpointing.selective
     if cfg.precision.fp8.recipe is not Fp8Recipe.block:
         num_narrow = 3 if is_selective and not cfg.parallel.compile else 1
-        return (num_narrow * model.dim + model.ffn_dim) * size + fp8_bytes(cfg, 4 * model.ffn_dim)
+        return (num_narrow * model.dim + model.ffn_dim) * size + fp8_bytes(cfg, model.dim + 5 * model.ffn_dim)
     freed = fp8_bytes(cfg, model.ffn_dim)
     if cfg.parallel.compile:
         return 2 * model.dim * size + fp8_bytes(cfg, 4 * model.ffn_dim) - freed
@@ -129,7 +131,7 @@ def _whole_bytes(cfg: Config, projections: Fp8Projections) -> int:
         elements += model.dim + model.ffn_dim
     if model.qk_norm:
         elements += model.dim + _kv_dim(model)
-    quantized = fp8_bytes(cfg, count_quantized(model, projections).inputs)
+    quantized = fp8_bytes(cfg, saved_inputs(cfg, projections))
     return elements * size + quantized + _attention_bytes(cfg, projections) + _statistics_bytes(model)
 
 
@@ -137,7 +139,7 @@ def _selective_bytes(cfg: Config, projections: Fp8Projections) -> int:
     model, size = cfg.model, element_bytes(cfg)
     num_narrow = 4 if cfg.parallel.compile else 5
     elements = num_narrow * model.dim + 2 * _kv_dim(model) + 2 * model.ffn_dim
-    kept = elements * size + _softmax_bytes(model) + fp8_bytes(cfg, count_quantized(model, projections).inputs)
+    kept = elements * size + _softmax_bytes(model) + fp8_bytes(cfg, saved_inputs(cfg, projections))
     if model.attention is AttentionKind.fp32:
         return kept + (FP32_BYTES - size) * model.dim
     return kept

@@ -4,6 +4,7 @@ Why: the plans of memory and of step time both need the projections in fp8 and t
 How: projections are chosen as in `harness.precision.fp8.layers`, and values are quantized as in
 `harness.precision.fp8.custom_ops`: an input once for all projections that read it, in both layouts; a gradient in both
 layouts; a weight in one layout in forward and in both in backward, after its amax was found in the recipe `current`.
+The SwiGLU product is quantized by rows in forward and transposed in backward, from gate and up, which are saved anyway.
 Full checkpointing quantizes inputs and weights twice.
 Left out: the emulated engine, which quantizes in plain torch.
 """
@@ -89,6 +90,12 @@ def count_quantized(model: ModelConfig, projections: Fp8Projections) -> Quantize
     return QuantizedCounts(weights, inputs, gradients)
 
 
+def saved_inputs(cfg: Config, projections: Fp8Projections) -> int:
+    """Quantized inputs that one block saves for backward, for one token."""
+    is_computed_again = projections.mlp and cfg.precision.fp8.recipe is not Fp8Recipe.block
+    return count_quantized(cfg.model, projections).inputs - (cfg.model.ffn_dim if is_computed_again else 0)
+
+
 def flops_share(cfg: Config) -> float:
     """Share of the model's FLOPs that are GEMMs in fp8."""
     blocks = blocks_in_fp8(cfg)
@@ -99,8 +106,8 @@ def flops_share(cfg: Config) -> float:
 def quantized_bytes(cfg: Config, projections: Fp8Projections, tokens: int) -> int:
     """Bytes that quantization for one block reads and writes in a micro-batch of this many tokens.
 
-    SwiGLU's product and its gradients are not counted: their kernels write them in fp8 in both layouts, which is as
-    many bytes as in bf16. Recipe `block` quantizes them in a pass of its own.
+    SwiGLU's product and its gradients are not counted: their kernels write them in fp8, twice, which is as many bytes
+    as in bf16. Recipe `block` quantizes them in a pass of its own.
     """
     numbers = count_quantized(cfg.model, projections)
     num_forward = 2 if cfg.parallel.activation_checkpointing is ActivationCheckpointing.full else 1

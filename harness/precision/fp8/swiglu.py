@@ -5,14 +5,15 @@ gradients go from registers to fp8, which saves 4 bytes of memory traffic per va
 Scales that are fitted to the tensor start from the last step's scale (`harness.kernels.fp8_quantize`).
 How: one autograd function for the three projections, because fp8 gradients cannot pass through autograd; two operators,
 as in `harness.precision.fp8.custom_ops`. Without a GPU plain torch computes the same values and the engine quantizes
-them. A probed step computes the sampled rows once more to count underflow.
+them. A probed step computes the sampled rows once more to count underflow. The product is not saved for backward: the
+kernel of the gradients, which reads gate and up, quantizes it once more by the same scale, so its bits are the same.
 Left out: the recipe `block`, which runs the three projections separately.
 """
 
 # ruff: noqa: ARG001  (fake implementations take all arguments and need few)
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -84,8 +85,8 @@ def forward(
     hidden: Tensor, layers: list[Tensor], scales: list[Tensor], record: bool, recipe: str, engine_name: str
 ) -> list[Tensor]:
     """The output of the MLP for `hidden` [T, D], then what backward needs: gate and up [T, F]; the quantized input
-    [D, T] and the quantized product silu(gate) * up [F, T], each with 1 / its scale; and the scales that the weights
-    were quantized by (recipe `delayed` only, else empty).
+    [D, T] and 1 / its scale; 1 / the scale of the product silu(gate) * up; and the scales that the weights were
+    quantized by (recipe `delayed` only, else empty).
 
     `layers`: weights, then meters. `scales`: of the input and of the product (recipe `delayed` only), and of each
     weight.
@@ -103,7 +104,7 @@ def forward(
         _gemm(engine, product.as_rows, rights[2].as_rows, split_accumulator=False),
         *(gate, up),
         *(inputs.columns, inputs.column_scale_inv),
-        *(product.columns, product.column_scale_inv),
+        product.scale_inv,
         *(used_scale(right, recipe) for right in rights),
     ]
 
@@ -114,17 +115,18 @@ def backward(
     """The gradient of the input, then of the weights; `scales`: of the output gradient of each layer (recipe `delayed`
     only)."""
     engine = get_engine(engine_name)
-    gate, up, columns, scale_inv, product_columns, product_scale_inv, *weight_scales = kept
+    gate, up, columns, scale_inv, product_scale_inv, *weight_scales = kept
     weights, meters = layers[:NUM_LAYERS], layers[NUM_LAYERS:]
     left = quantize_and_record(engine, gradient, scales[2], meters[2], TensorRole.gradients, recipe)
-    grad_down = _gemm(engine, left.as_columns, Operand(product_columns, product_scale_inv))
     right = quantize_and_record(engine, weights[2], weight_scales[2], None, TensorRole.weights, recipe)
-    grad_product = _gemm(engine, left.as_rows, right.as_columns)
+    grad_product, left_columns = _gemm(engine, left.as_rows, right.as_columns), left.as_columns
     del left, right
+    *grads, product_columns = _quantize_grads(engine, grad_product, gate, up, scales, product_scale_inv, meters, recipe)
+    del grad_product
+    grad_down = _gemm(engine, left_columns, Operand(product_columns, product_scale_inv))
+    del left_columns, product_columns
     grad_input: Tensor | None = None
     grad_weights = []
-    grads = _quantize_grads(engine, grad_product, gate, up, scales, meters, recipe)
-    del grad_product
     for grad, weight, scale in zip(grads, weights[:2], weight_scales[:2], strict=True):
         grad_weights.append(_gemm(engine, grad.as_columns, Operand(columns, scale_inv)))
         right = quantize_and_record(engine, weight, scale, None, TensorRole.weights, recipe)
@@ -133,12 +135,34 @@ def backward(
     return [grad_input, *grad_weights, grad_down]
 
 
+class Product(NamedTuple):
+    """silu(gate) * up in fp8, by rows."""
+
+    rows: Tensor
+    scale_inv: Tensor
+    """A power of two, so that 1 / scale_inv is the scale."""
+
+    @property
+    def as_rows(self) -> Operand:
+        return Operand(self.rows, self.scale_inv)
+
+
+class QuantizedGrads(NamedTuple):
+    """What the GEMMs of backward read."""
+
+    gate: QuantizedMatrix
+    up: QuantizedMatrix
+    product_columns: Tensor
+    """The transpose of the product, by the scale of forward."""
+
+
 def _quantize_product(
     engine: Engine, gate: Tensor, up: Tensor, scale: Tensor, meter: Tensor | None, recipe: str
-) -> QuantizedMatrix:
+) -> Product:
     if gate.is_cuda:
         return quantize_product_by_kernels(gate, up, scale, meter, recipe)
-    return quantize_and_record(engine, compute_product(gate, up), scale, meter, TensorRole.activations, recipe)
+    quantized = quantize_and_record(engine, compute_product(gate, up), scale, meter, TensorRole.activations, recipe)
+    return Product(*quantized.as_rows)
 
 
 def _quantize_grads(
@@ -147,55 +171,69 @@ def _quantize_grads(
     gate: Tensor,
     up: Tensor,
     scales: list[Tensor],
+    product_scale_inv: Tensor,
     meters: list[Tensor],
     recipe: str,
-) -> list[QuantizedMatrix]:
-    """The quantized gradients of gate and up, from the gradient of silu(gate) * up."""
+) -> QuantizedGrads:
+    """The quantized gradients of gate and up, from the gradient of silu(gate) * up, and that product once more."""
     if gate.is_cuda:
-        return quantize_grads_by_kernels(grad_product, gate, up, scales, meters, recipe)
-    grads = zip(compute_grads(grad_product, gate, up), scales, meters, strict=False)
-    return [
+        return quantize_grads_by_kernels(grad_product, gate, up, scales, product_scale_inv, meters, recipe)
+    grad_gate, grad_up = (
         quantize_and_record(engine, values, scale, meter, TensorRole.gradients, recipe)
-        for values, scale, meter in grads
-    ]
+        for values, scale, meter in zip(compute_grads(grad_product, gate, up), scales, meters, strict=False)
+    )
+    scale = product_scale_inv.reciprocal().view(())
+    product = engine.quantize(compute_product(gate, up), scale, dtype=FORWARD, transpose=True, amax=None)
+    return QuantizedGrads(grad_gate, grad_up, product.columns)
 
 
-def quantize_product_by_kernels(
-    gate: Tensor, up: Tensor, scale: Tensor, meter: Tensor | None, recipe: str
-) -> QuantizedMatrix:
+def quantize_product_by_kernels(gate: Tensor, up: Tensor, scale: Tensor, meter: Tensor | None, recipe: str) -> Product:
     """silu(gate) * up in fp8, by one Triton kernel."""
     from harness.kernels import swiglu as kernels
 
     step = _scale_step(FORWARD, recipe)
     scale = scale if step is None else last_scale_slot(meter, TensorRole.activations, gate)
     tiles = kernels.quantize_swiglu(gate, up, scale, dtype=FORWARD, step=step)
-    quantized = _to_matrix(tiles, meter, TensorRole.activations, recipe)
+    _record_amax(tiles, meter, TensorRole.activations, recipe)
     if meter is not None and PROBE.count_underflow:
         row, every = meter.data[TensorRole.activations], sample_stride(gate)
         sample = sample_rows(gate), sample_rows(up)
         kernels.count_swiglu_underflow(*sample, scale, row, underflow=UNDERFLOW[FORWARD], every=every)
-    return quantized
+    return Product(tiles.rows, tiles.scale_inv)
 
 
 def quantize_grads_by_kernels(
-    grad_product: Tensor, gate: Tensor, up: Tensor, scales: list[Tensor], meters: list[Tensor], recipe: str
-) -> list[QuantizedMatrix]:
-    """The gradients of gate and up in fp8, by one Triton kernel."""
+    grad_product: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    scales: list[Tensor],
+    product_scale_inv: Tensor,
+    meters: list[Tensor],
+    recipe: str,
+) -> QuantizedGrads:
+    """The gradients of gate and up, and the transposed product, in fp8, by one Triton kernel."""
     from harness.kernels import swiglu as kernels
 
     step, meters = _scale_step(GRADIENT, recipe), meters[:2]
     used_scales = (
         scales[:2] if step is None else [last_scale_slot(meter, TensorRole.gradients, gate) for meter in meters]
     )
-    both = kernels.quantize_swiglu_grads(grad_product, gate, up, used_scales, dtype=GRADIENT, step=step)
-    quantized = [
-        _to_matrix(tiles, meter, TensorRole.gradients, recipe) for tiles, meter in zip(both, meters, strict=True)
-    ]
+    *both, product_columns = kernels.quantize_swiglu_grads(
+        *(grad_product, gate, up, used_scales, product_scale_inv),
+        dtype=GRADIENT,
+        product_dtype=FORWARD,
+        step=step,
+    )
+    for tiles, meter in zip(both, meters, strict=True):
+        _record_amax(tiles, meter, TensorRole.gradients, recipe)
+    grad_gate, grad_up = (
+        QuantizedMatrix(tiles.rows, tiles.columns, tiles.scale_inv, tiles.scale_inv) for tiles in both
+    )
     if PROBE.count_underflow:
         rows, every = [meter.data[TensorRole.gradients] for meter in meters], sample_stride(gate)
         sample = sample_rows(grad_product), sample_rows(gate), sample_rows(up)
         kernels.count_swiglu_grad_underflow(*sample, used_scales, rows, underflow=UNDERFLOW[GRADIENT], every=every)
-    return quantized
+    return QuantizedGrads(grad_gate, grad_up, product_columns)
 
 
 def compute_product(gate: Tensor, up: Tensor) -> Tensor:
@@ -218,13 +256,12 @@ def _scale_step(dtype: torch.dtype, recipe: str) -> int | None:
     return 1 if PROBE.prime_scales else None
 
 
-def _to_matrix(tiles: QuantizedTiles, meter: Tensor | None, role: TensorRole, recipe: str) -> QuantizedMatrix:
-    """The kernel's output as a matrix; in the recipe `delayed` its amax goes into the meter."""
+def _record_amax(tiles: QuantizedTiles, meter: Tensor | None, role: TensorRole, recipe: str) -> None:
+    """In the recipe `delayed` the amax of what a kernel quantized goes into the meter."""
     if meter is not None and recipe == Fp8Recipe.delayed:
         from harness.kernels.fp8_quantize import update_amax
 
         update_amax(meter.data[role, Column.amax], tiles)
-    return QuantizedMatrix(tiles.rows, tiles.columns, tiles.scale_inv, tiles.scale_inv)
 
 
 def _gemm(
@@ -238,8 +275,8 @@ def _forward_shapes(
 ) -> list[Tensor]:
     (num_rows, width), (inner, _), (outer, _) = hidden.shape, layers[0].shape, layers[2].shape
     outputs = [hidden.new_empty((num_rows, size), dtype=torch.bfloat16) for size in (outer, inner, inner)]
-    for size in (width, inner):
-        outputs += [hidden.new_empty((size, num_rows), dtype=FORWARD), hidden.new_empty((1,), dtype=torch.float32)]
+    scale_invs = [hidden.new_empty((1,), dtype=torch.float32) for _ in range(2)]
+    outputs += [hidden.new_empty((width, num_rows), dtype=FORWARD), *scale_invs]
     return [*outputs, *used_scale_shapes(hidden, recipe, NUM_LAYERS)]
 
 

@@ -86,6 +86,6 @@ def test_memory_matches_the_plan(case: tuple[Config, int, dict[str, Any]]) -> No
     assert planned.forward_peak_bytes - besides == pytest.approx(seen["forward_peak"], rel=0.01)
     share = (planned.backward_peak_bytes - besides) / seen["backward_peak"]
     if cfg.precision.kind is PrecisionKind.fp8:
-        assert 0.999 < share < 1.04, "the shadow does not see what an operator holds within itself"
+        assert 0.999 < share < 1.06, "the shadow does not see what an operator holds within itself"
     else:
         assert share == pytest.approx(1.0, rel=0.03)

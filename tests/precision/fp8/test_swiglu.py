@@ -23,7 +23,7 @@ def make_layers(kind: str = "delayed") -> list[Any]:
     for width, height in ((WIDTH, INNER), (WIDTH, INNER), (INNER, WIDTH)):
         each = Fp8Linear(width, height, recipe=Recipe(kind, "emulated"), switch=switch).to(torch.bfloat16)
         each.weight = nn.Parameter(torch.randn(height, width, generator=generator).mul(0.2).to(torch.bfloat16))
-        each.meter, each.delayed_scales = torch.zeros(METER), torch.tensor([20.0, 200.0, 5.0])
+        each.meter, each.delayed_scales = torch.zeros(METER), torch.tensor([16.0, 128.0, 4.0])
         layers.append(each)
     return layers
 
