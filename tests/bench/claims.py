@@ -39,6 +39,8 @@ SHOWN_ON = {
 }
 MARKER = re.compile(r"^<!-- (claims|no claim): (.+) -->$")
 NO_COMMENT = ("", "")
+MOST_LISTED = 12
+"""Figures of a section that are repeated on the page of claims; more are only counted there."""
 NUMBER = r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?"
 UNIT = r"(?:M?tokens/s|TFLOP/s|TB/s|GB/s|GiB|MiB|GB|MB|ms|us|s|seconds|minutes|nats|%|times)"
 FIGURE = re.compile(rf"(?<![\w.^])(?:{NUMBER} ?{UNIT}(?![\w/])|{NUMBER}x(?!\w)|x{NUMBER}(?!\w)|{NUMBER}-fold)")
@@ -215,8 +217,20 @@ def _render_section(run: Run, blocks: list[Block]) -> Iterator[str]:
         yield "|---|---|"
         yield from (f"| {quantity} | {value} |" for quantity, value in run.quantities.items())
         yield ""
+    figures: dict[tuple[str, str], list[str]] = {}
     for block in blocks:
-        yield f"- {block.page}, {block.heading or 'top'}: {'; '.join(block.figures)}"
+        figures.setdefault((block.page, block.heading), []).extend(block.figures)
+    for (page, heading), listed in figures.items():
+        place = f"[{page}, {heading or 'top'}]({link(page, heading)})"
+        text = "; ".join(listed) if len(listed) <= MOST_LISTED else f"{len(listed)} figures"
+        yield f"- {place}{': ' if text else ''}{text}"
+
+
+def link(page: str, heading: str) -> str:
+    """From a page in docs/ to a heading, whose anchor is the one that GitHub gives it."""
+    path = page.removeprefix("docs/") if page.startswith("docs/") else f"../{page}"
+    anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+    return f"{path}#{anchor}" if anchor else path
 
 
 def main() -> None:

@@ -227,7 +227,8 @@ def test_rendered_page() -> None:
         quantities={"tokens/s, bf16": "63,741"},
     )
     block = Block("README.md", "Measured", 3, "63,741 tokens/s, 5.5 ms", "claims", "gpu-table")
-    assert render({"gpu-table": run}, [block]).splitlines()[5:] == [
+    table = Block("docs/speed.md", "Step: 1b", 9, f"| | |\n|---|---|\n| a {'| 5 ms ' * 13}|", "claims", "gpu-table")
+    assert render({"gpu-table": run}, [block, table]).splitlines()[5:] == [
         "## Shown on: one GPU",
         "",
         "### gpu-table: tokens/s",
@@ -240,7 +241,8 @@ def test_rendered_page() -> None:
         "|---|---|",
         "| tokens/s, bf16 | 63,741 |",
         "",
-        "- README.md, Measured: 63,741 tokens/s; 5.5 ms",
+        "- [README.md, Measured](../README.md#measured): 63,741 tokens/s; 5.5 ms",
+        "- [docs/speed.md, Step: 1b](speed.md#step-1b): 13 figures",
     ]
 
 
