@@ -78,7 +78,7 @@ SHORT = Table(
         "fp8_outlier": 64,
         "fp8_creep": 150,  # found at 121, and bf16 from 142 on
         "rising_lr": 165,  # found at 151
-        "slow_logit_growth": 165,  # found at 141, and clipped from 142 on
+        "slow_logit_growth": 165,  # found at 151, and clipped from 152 on
         "slow_gradient_growth": 175,  # found at 161
     },
     trained_as={

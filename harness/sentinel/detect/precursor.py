@@ -11,7 +11,7 @@ How: a line through the logarithms of the last probes of each layer group, by th
 names signal, group and the number of steps. It is raised only if most pairs of probes rise (underflow rises in stairs,
 one tensor after another, and falls a little on each), if the line rose by `LEAST_RISE` and by `RISE_SIGMAS` times the
 noise of the probes before, if it ends above all of these, and if the signal has come a part of the way to its bound
-(`nearness`), because an early exponential rise forecasts anything. It is raised again only after the signal fell to
+(`NEARNESS`), because an early exponential rise forecasts anything. It is raised again only after the signal fell to
 half of where it was raised.
 The level of the update ratio is the median of the probes before the window. It falls in a healthy run, and rises with
 the learning rate: nothing is forecast before the warm-up has ended or after an expected change of the learning rate.
@@ -54,6 +54,13 @@ MAD_TO_SIGMA = 1.4826
 """Standard deviation over median absolute deviation of a normal distribution."""
 LEAST_INTERVAL = 10
 """Steps between two probes of a series, at least: more frequent ones would shorten the window."""
+NEARNESS = {
+    PrecursorSignal.attention_logit: 0.4,
+    PrecursorSignal.update_ratio: 0.5,
+    PrecursorSignal.fp8_underflow: 0.25,
+}
+"""Share of its bound that a signal must have reached. The logits of a healthy run rise while it learns, in the small
+default to 30, and then stay there."""
 FLOOR = 0.01
 """Values below this share of an absolute bound count as this: their noise means nothing."""
 
@@ -128,7 +135,7 @@ class PrecursorGuard:
         before, window = probes[:-WINDOW], probes[-WINDOW:]
         if step < SETTLED_STEPS or len(before) < LEAST_LEVEL_PROBES:
             return None
-        limit = _find_limit(before, bound)
+        limit = _find_limit(signal, before, bound)
         forecast = make_forecast(window, limit.bound, least_rise=RISE_SIGMAS * measure_noise(before))
         if group in raised:
             if max(value for _, value in window) < FALLEN * raised[group]:
@@ -140,12 +147,11 @@ class PrecursorGuard:
         return forecast, limit.bound
 
 
-def _find_limit(before: list[tuple[int, float]], bound: float | None) -> _Limit:
+def _find_limit(signal: PrecursorSignal, before: list[tuple[int, float]], bound: float | None) -> _Limit:
     """The bound of a signal, by default a multiple of its level, and the value from which it is near."""
-    if bound is not None:
-        return _Limit(bound, bound / 4)
-    level = median(value for _, value in before)
-    return _Limit(UPDATE_FACTOR * level, UPDATE_FACTOR * level / 2)
+    if bound is None:
+        bound = UPDATE_FACTOR * median(value for _, value in before)
+    return _Limit(bound, NEARNESS[signal] * bound)
 
 
 def measure_noise(probes: list[tuple[int, float]]) -> float:

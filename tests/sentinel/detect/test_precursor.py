@@ -111,8 +111,9 @@ def test_a_later_start_shifts_the_finding(shift: int) -> None:
         growing(rate=0.004, level=1.0, start=0),
         lambda step: 2.0 + step / 40,
         lambda step: 13 - 12 * math.exp(-step / 60),
+        lambda step: 3 + 29 / (1 + math.exp((150 - step) / 25)),
     ],
-    ids=["flat", "noisy", "falling", "high", "slow", "linear", "learning"],
+    ids=["flat", "noisy", "falling", "high", "slow", "linear", "learning", "learning late"],
 )
 def test_no_precursor_without_a_trend_that_reaches_the_bound(values: Values) -> None:
     assert observe("attention_logits", values) == []
