@@ -4,18 +4,20 @@ A data phase that the user configured raises the loss like a bad batch does, but
 follows each planned change: a phase of `data.phases`, a larger batch (`train.batch_size_warmup`), another precision
 (`precision.phases`), a source switched off by the policy, batches given back (both in the ledger), different data or
 another batch size after `run.resume=changed`, and the step at which a WSD schedule begins to decay. Windows follow from
-config, ledger and cursor, which all ranks share, so all ranks widen the bounds of the same steps.
+config, ledger, cursor and the recorded interventions, which all ranks share, so all ranks widen the bounds of the same
+steps, also after a restart within a window.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
 from harness.config.optim import ScheduleKind
 from harness.config.schema import Config
-from harness.core.events import ChangePlanned
+from harness.core.events import ChangePlanned, Event, Intervention
 from harness.core.state import RunState
 from harness.data.order.ledger import Ledger
 
@@ -49,6 +51,35 @@ def windows(cfg: Config, ledger: Ledger) -> list[Window]:
     return found
 
 
+class DataChange(NamedTuple):
+    """A resume with other data or another batch size."""
+
+    reason: str
+    end: int | None
+    """The end of its window, if that was announced; None: no step was taken since."""
+
+
+REASONS = {
+    "data.": "the run was resumed with different data",
+    "train.batch_size": "the run was resumed with another batch size",
+}
+"""Beginning of the changed config keys -> what the change of data is."""
+
+
+def newest_data_change(interventions: Sequence[Intervention], logged: Iterable[Event]) -> DataChange | None:
+    """The newest resume with other data or another batch size, by the interventions and the event log of the run."""
+    for event in reversed(interventions):
+        for prefix, reason in REASONS.items():
+            if any(key.startswith(prefix) for key in event.changes):
+                announced = [
+                    later.until
+                    for later in logged
+                    if isinstance(later, ChangePlanned) and later.iteration > event.iteration and later.reason == reason
+                ]
+                return DataChange(reason, announced[0] if announced else None)
+    return None
+
+
 @final
 @dataclass(slots=True)
 class PlannedChanges:
@@ -60,13 +91,14 @@ class PlannedChanges:
     revision: int = -1
     """Revision of the ledger that `known` was computed from."""
     resumed: list[Window] = field(default_factory=list)
+    """That of the newest resume with other data."""
     announced: Window | None = None
 
-    def resume_with_other_data(self, cursor: int, *, reason: str = "the run was resumed with different data") -> None:
-        """Open a window at this batch, because the run was resumed with different data or batch sizes."""
-        if self.cfg.sentinel.planned_batches:
-            end = cursor + self.cfg.sentinel.planned_batches
-            self.resumed.append(Window(cursor, end, reason))
+    def resume(self, change: DataChange | None, cursor: int) -> None:
+        """Open the window of a resume with other data: at this batch, or where an earlier start announced it."""
+        if change is not None and (length := self.cfg.sentinel.planned_batches):
+            end = cursor + length if change.end is None else change.end
+            self.resumed = [Window(end - length, end, change.reason)]
 
     def at(self, cursor: int, state: RunState) -> Window | None:
         """Return the newest window that contains the next step, or None."""

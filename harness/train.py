@@ -50,7 +50,7 @@ from harness.precision.fp8.engine import require_engine
 from harness.recomputation import choose_recomputation, explain_check_off
 from harness.recovery import run_actions
 from harness.remote_resume import restore_remote_run
-from harness.resume import Opened, open_run, resume
+from harness.resume import Opened, find_data_change, open_run, resume
 from harness.run import Ending, Run
 from harness.run_corpus import resolve_run_data
 from harness.sentinel.device.step_report import HostFacts
@@ -340,10 +340,7 @@ def train_opened_run(
             print(line, flush=True)
         for event in events:
             reporter.emit_after_pause(event)
-        if any(key.startswith("data.") for key in opened.changes):
-            parts.planned.resume_with_other_data(state.cursor)
-        elif any(key.startswith("train.batch_size") for key in opened.changes):
-            parts.planned.resume_with_other_data(state.cursor, reason="the run was resumed with another batch size")
+        parts.planned.resume(run_on_rank_zero(lambda: find_data_change(directory)), state.cursor)
         if world.is_first and (dtypes := opened.changes.get("optim.moment_dtype")) and state.step:
             print(f"optim.moment_dtype: the moments of step {state.step} were {dtypes[0]}, are {dtypes[1]}", flush=True)
         if opened.changes:

@@ -1,10 +1,12 @@
-"""The windows of planned changes follow the ledger."""
+"""The windows of planned changes follow the ledger and the recorded interventions."""
 
 from __future__ import annotations
 
+from harness.core.events import ChangePlanned, Intervention
+from harness.core.rundir import CONFIG_CHANGED
 from harness.core.state import RunState
 from harness.data.order.ledger import Ledger
-from harness.planned_changes import PlannedChanges
+from harness.planned_changes import REASONS, DataChange, PlannedChanges, newest_data_change
 from tests.composed import load
 
 
@@ -17,3 +19,37 @@ def test_a_reweighting_opens_a_window_after_an_exclusion_that_was_only_tried() -
     ledger.reweight(2, {"a": 0.0}, "poisoned")
     windows = [planned.at(cursor, state) for cursor in range(7)]
     assert [window is not None for window in windows] == [False, False, True, True, True, False, False]
+
+
+def changed(iteration: int, *keys: str) -> Intervention:
+    return Intervention(
+        time=0.0, iteration=iteration, who="user", reason=CONFIG_CHANGED, changes={key: [1, 2] for key in keys}
+    )
+
+
+def announced(iteration: int, until: int, reason: str) -> ChangePlanned:
+    return ChangePlanned(time=0.0, iteration=iteration, step=0, cursor=until - 50, until=until, reason=reason)
+
+
+def test_the_newest_resume_with_other_data_is_found_with_its_window() -> None:
+    data, size = REASONS["data."], REASONS["train.batch_size"]
+    changes = [
+        changed(10, "data.sources.main.paths"),
+        changed(40, "train.batch_size", "optim.lr"),
+        changed(60, "optim.lr"),
+    ]
+    log = [announced(11, 62, data), announced(30, 90, "batches are given back"), announced(41, 92, size)]
+    assert newest_data_change(changes, log) == DataChange(size, 92)
+    assert newest_data_change(changes[:1], log) == DataChange(data, 62)
+    assert newest_data_change(changes[:1], log[1:]) == DataChange(data, None), "no step was taken since"
+    assert newest_data_change([changed(60, "optim.lr")], log) is None
+
+
+def test_the_window_of_a_resume_stays_where_it_was_announced() -> None:
+    planned, state = PlannedChanges(load(["sentinel.planned_batches=3"]), Ledger()), RunState()
+    planned.resume(None, 7)
+    assert planned.at(7, state) is None
+    planned.resume(DataChange("other", None), 7)
+    assert [planned.at(cursor, state) is not None for cursor in range(6, 12)] == [False, True, True, True, False, False]
+    planned.resume(DataChange("other", 10), 9)
+    assert [planned.at(cursor, state) is not None for cursor in range(6, 12)] == [False, True, True, True, False, False]

@@ -30,6 +30,8 @@ from harness.core.event_json import to_json
 from harness.core.events import Intervention, RunEnded, RunRestarted
 from harness.core.locking import run_lease
 
+CONFIG_CHANGED = "run.resume=changed"
+"""Reason of the intervention that records a change of the configuration."""
 MAY_DIFFER = (
     "run.resume",
     "run.preflight",
@@ -268,7 +270,7 @@ def prepare_run_dir(
 def make_config_change_event(changes: dict[str, Any], *, iteration: int) -> Intervention:
     """The event that records a change of the configuration, its user and its time."""
     return Intervention(
-        time=time.time(), iteration=iteration, who=user_name(), reason="run.resume=changed", changes=changes
+        time=time.time(), iteration=iteration, who=user_name(), reason=CONFIG_CHANGED, changes=changes
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from harness.core import event_json
 from harness.core.events import CheckpointSaved, RunEnded, RunStarted, StepRecord
+from harness.telemetry.event_log import prepare_run
 from tests.distributed import cases
 from tests.distributed.pool import Pool
 from tests.forks import Launched
@@ -58,6 +59,22 @@ def finish(ranks: Pool, directory: Path, size: int) -> tuple[int, list[StepRecor
         -1
     ].resumed_from
     return code, records
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("is_accepted_by_launcher", [False, True])
+def test_the_window_after_another_batch_size_survives_a_restart(
+    is_accepted_by_launcher: bool, ranks: Pool, tmp_path: Path
+) -> None:
+    """The launcher of a Slurm job accepts the change before the ranks start."""
+    overrides = ("run.name=changed", "run.resume=changed", "model.num_layers=1", "sentinel.planned_batches=5")
+    for steps, size in (4, 8), (7, 16), (12, 16):
+        start = *overrides, f"train.num_steps={steps}", f"train.batch_size={size}"
+        if is_accepted_by_launcher:
+            prepare_run(cases.tiny(*start, directory=str(tmp_path)))
+        (code, records), *_ = ranks.run(1, cases.run, str(tmp_path), *start)
+        assert code == 0
+    assert [record.cursor for record in records if record.in_planned_change] == [4, 5, 6, 7, 8]
 
 
 @pytest.mark.full
