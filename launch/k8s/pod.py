@@ -31,7 +31,7 @@ from harness.config.errors import (
 )
 from harness.config.schema import Config
 from harness.control.stop_requests import clear_stop_file
-from harness.core.locking.run_lease import require_free
+from harness.core.locking.run_lease import naming_full_disk, require_free
 from harness.core.rundir import RunDir, locate
 from harness.telemetry.event_log import prepare_run
 from launch.cli.parser import CommandParser
@@ -97,7 +97,8 @@ def prepare_node(cfg: Config, spec: RendezvousSpec) -> None:
     run, within_s = locate(cfg), cfg.launch.start_within_s
     if spec.node_rank == 0:
         require_free(run.path, wait=True)
-        prepare_run(cfg)
+        with naming_full_disk(run.path):
+            prepare_run(cfg)
         clear_stop_file(run)
         wait_until(lambda: resolves(spec.host), within_s, f"no address for {spec.host}, the name of this pod")
     else:

@@ -17,7 +17,7 @@ from pathlib import Path
 import harness
 import launch
 from harness.config.conf_files import conf_dir
-from harness.config.errors import ConfigError
+from harness.core.locking.run_lease import io_error
 from harness.telemetry.provenance import CARRIED, code
 
 DIGEST_LENGTH = 12
@@ -53,7 +53,7 @@ def save_snapshot(root: Path) -> Path:
         (scratch / CARRIED).write_text(json.dumps(code(Path(harness.__file__).parent)) + "\n", encoding="utf-8")
         scratch.rename(target)
     except OSError as error:
-        raise ConfigError("run.dir", f"cannot copy the code to {target}: {error.strerror}") from None
+        raise io_error(target, "cannot copy the code to", error) from None
     return target
 
 

@@ -2,7 +2,7 @@
 
 `python -m launch.slurm.job_directory [overrides]` does so inside a job that was submitted with a plain `sbatch
 slurm/train.sbatch`, and prints the run directory and the directory of its code. A job that restarts finds both
-unchanged. An error is one line on stderr and exit code 2.
+unchanged. An error is one line on stderr and exit code 2, or 75 if the storage failed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import final
 
 from harness.config import compose
-from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, require
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError, require
 from harness.config.schema import Config
 from harness.control import stop_requests
+from harness.core.locking.run_lease import naming_full_disk
 from harness.core.rundir import RunDir, locate, write_atomically
 from harness.telemetry.event_log import prepare_run
 from launch.slurm import code_snapshot
@@ -46,14 +47,16 @@ def code_root(run: RunDir) -> Path:
 
 def prepare_job_run(cfg: Config) -> RunDir:
     """Create a run directory, or accept a changed config; clears an earlier stop request."""
-    run = prepare_run(cfg)
-    stop_requests.clear_stop_file(run)
-    slurm_folder(run).mkdir(exist_ok=True)
+    with naming_full_disk(locate(cfg).path):
+        run = prepare_run(cfg)
+        stop_requests.clear_stop_file(run)
+        slurm_folder(run).mkdir(exist_ok=True)
     return run
 
 
 def write_job(run: RunDir, job: SlurmJob) -> None:
-    write_atomically(slurm_folder(run) / "job.json", json.dumps(asdict(job)) + "\n")
+    with naming_full_disk(run.path):
+        write_atomically(slurm_folder(run) / "job.json", json.dumps(asdict(job)) + "\n")
 
 
 def read_job(run: RunDir) -> SlurmJob | None:
@@ -107,9 +110,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         cfg = compose.load(sys.argv[1:] if argv is None else argv)
         run, code = prepare_in_job(cfg, job_id(os.environ), num_nodes)
-    except ConfigError as error:
+    except (ConfigError, StorageError) as error:
         print(f"harness: {error}", file=sys.stderr)
-        return EXIT_BAD_CONFIG
+        return EXIT_INTERRUPTED if isinstance(error, StorageError) else EXIT_BAD_CONFIG
     print(f"{run}\n{code}")
     return EXIT_DONE
 

@@ -8,6 +8,7 @@ restarted failed ranks before that (`launch.local.restart`); both use the budget
 a newer checkpoint that a start would resume from; it resets every limit. Nodes with faults are excluded
 (`launch.slurm.node_exclusion`). A start also checks that no other active job has the same run and that no
 other process holds its lease; otherwise it exits with 2 before it could stop that run.
+On a full disk no end can be recorded. The decision stands, and the number of starts limits the requeues.
 """
 
 from __future__ import annotations
@@ -16,18 +17,20 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TextIO, cast, final
 
 from harness.checkpoint.catalog import Health
 from harness.config import compose
-from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError
 from harness.config.launch import SlurmConfig
 from harness.control import stop_requests
-from harness.core.locking.run_lease import require_free
+from harness.core.locking.run_lease import io_error, require_free
 from harness.core.rundir import RunDir, append_line
+from harness.core.safe_stream import SafeStream
 from launch.node_record import read_node_faults
 from launch.restart_budget import (
     FINAL,
@@ -143,6 +146,8 @@ def read_ends(run: RunDir) -> list[JobEnd]:
         lines = requeue_log(run).read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise io_error(requeue_log(run), "cannot read", error) from None
     ends = []
     for line in lines:
         try:
@@ -178,14 +183,17 @@ def record_end(
     unhealthy: Mapping[str, str] | None = None,
     sbatch: Sequence[str] = (),
 ) -> JobEnd:
-    """Decide about one end and record it.
+    """Decide about one end and record it; if the storage does not take the record, warn.
 
     `sbatch` holds the arguments with which Slurm is asked whether the job could start without some nodes.
     """
-    limits = compose.read(run.config).launch.slurm
-    ends, now = read_ends(run), time.time()
+    limits, ends, now = compose.read(run.config).launch.slurm, list[JobEnd](), time.time()
+    with warn_without_record(run):
+        ends = read_ends(run)
     good, saved = newest_checkpoint(run, Health.good), newest_checkpoint(run, Health.good, Health.candidate)
-    decision = decide_requeue(job_exit, [end for end in ends if end.job == job], saved, limits)
+    history = [end for end in ends if end.job == job]
+    history += assume_unrecorded_ends(history, job=job, start=start, reached=saved)
+    decision = decide_requeue(job_exit, history, saved, limits)
     end = JobEnd(
         time=now,
         job=job,
@@ -201,8 +209,40 @@ def record_end(
     end = replace(
         end, excluded=tuple(limit_exclusions(found, lambda nodes: can_start(sbatch, nodes)) if sbatch else found)
     )
-    append_line(requeue_log(run), json.dumps(asdict(end)))
+    with warn_without_record(run):
+        append_line(requeue_log(run), json.dumps(asdict(end)))
     return end
+
+
+@contextmanager
+def warn_without_record(run: RunDir) -> Iterator[None]:
+    """Context in which an I/O error of the record is a warning: a job is requeued on a full disk too."""
+    try:
+        yield
+    except OSError as error:
+        problem = error if isinstance(error, StorageError) else f"{requeue_log(run)}: cannot write it: {error.strerror}"
+        print(f"harness: warning: {problem}; the number of starts limits the requeues", file=sys.stderr)
+
+
+def assume_unrecorded_ends(history: Sequence[JobEnd], *, job: str, start: int, reached: Reached | None) -> list[JobEnd]:
+    """The ends before this start that have no line, for example because the disk was full.
+
+    Each counts as a requeue. They have reached what there is now, so that no checkpoint resets the count twice.
+    """
+    known = max((end.start for end in history), default=0)
+    return [
+        JobEnd(
+            time=0.0,
+            job=job,
+            start=missed,
+            exit_code=None,
+            good=None,
+            requeued=True,
+            reason=RESTARTED_BY_SLURM,
+            saved=reached,
+        )
+        for missed in range(known + 1, start)
+    ]
 
 
 def list_node_faults(run: RunDir, ends: Iterable[JobEnd]) -> list[NodeFault]:
@@ -244,7 +284,7 @@ def end_job(run: RunDir, job: str, start: int, exit_code: int, health_log: str, 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Called by the job script; exit code 0: start, or requeue.
+    """Called by the job script; exit code 0: start, or requeue; 75: the storage failed.
 
     begin RUN JOB, or end RUN JOB EXIT_CODE COMPLAINTS [SBATCH ARGUMENTS]. COMPLAINTS is the file with the output of the
     health check, or empty. `end` prints an argument for `scontrol update` if the job must change.
@@ -259,17 +299,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             decision = record_missed_ends(run, job, start)
         else:
             code, health_log, *sbatch = more
-            log = Path(health_log).read_text(encoding="utf-8", errors="replace") if health_log else ""
-            end = end_job(run, job, start, int(code), log, sbatch)
+            end = end_job(run, job, start, int(code), read_health_log(health_log), sbatch)
             decision = RestartDecision(end.requeued, end.reason)
-    except ConfigError as error:
+    except (ConfigError, StorageError) as error:
         print(f"harness: {error}", file=sys.stderr)
-        return EXIT_BAD_CONFIG
+        return EXIT_INTERRUPTED if isinstance(error, StorageError) else EXIT_BAD_CONFIG
     if decision.reason:
         allowed = "continues" if verb == "begin" else "is requeued"
         print(f"harness: job {job} {allowed if decision.again else 'ends'}: {decision.reason}", file=sys.stderr)
     return EXIT_DONE if decision.again else 1
 
 
+def read_health_log(path: str) -> str:
+    """The output of the health check; empty if there is none, or if the disk had no room for the file."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace") if path else ""
+    except OSError:
+        return ""
+
+
 if __name__ == "__main__":
+    sys.stderr = cast(TextIO, SafeStream(sys.stderr))  # the log of the job may be on a full disk
     sys.exit(main())

@@ -22,6 +22,7 @@ from harness.analysis.plan.fit import refusal
 from harness.config.errors import EXIT_DONE, ConfigError, require
 from harness.config.parallel import DeviceKind
 from harness.config.schema import Config, check_world
+from harness.core.locking.run_lease import naming_full_disk
 from harness.core.rundir import RunDir, locate, write_atomically
 from launch.slurm import code_snapshot, requeue
 from launch.slurm.controller import ACTIVE_STATES, queue_state, run_sbatch, run_slurm
@@ -60,8 +61,9 @@ def submit_run(cfg: Config) -> str:
     check_no_active_job(locate(cfg))
     script = choose_script([cfg], lambda without: render_script(cfg, without))
     run = prepare_job_run(cfg)
-    code = code_snapshot.save_snapshot(code_root(run).resolve())
-    write_atomically(slurm_folder(run) / SCRIPT, script)
+    with naming_full_disk(run.path):
+        code = code_snapshot.save_snapshot(code_root(run).resolve())
+        write_atomically(slurm_folder(run) / SCRIPT, script)
     job = run_sbatch(script, "--parsable")
     write_job(run, SlurmJob(job=job, code=str(code)))
     return job
@@ -79,12 +81,13 @@ def submit_array(cfgs: Sequence[Config], directory: Path) -> str:
     script = choose_script(cfgs, lambda without: render_array_script(cfgs, directory, without))
     runs = [prepare_job_run(cfg) for cfg in cfgs]
     shared = slurm_folder(RunDir(directory.resolve()))
-    shared.mkdir(exist_ok=True)
-    code = code_snapshot.save_snapshot(code_root(RunDir(directory.resolve())))
-    list_path = run_list_path(cfgs, directory)
-    if not list_path.exists():  # the name is a hash of the content
-        write_atomically(list_path, run_list(cfgs))
-    write_atomically(shared / SCRIPT, script)
+    with naming_full_disk(directory):
+        shared.mkdir(exist_ok=True)
+        code = code_snapshot.save_snapshot(code_root(RunDir(directory.resolve())))
+        list_path = run_list_path(cfgs, directory)
+        if not list_path.exists():  # the name is a hash of the content
+            write_atomically(list_path, run_list(cfgs))
+        write_atomically(shared / SCRIPT, script)
     job = run_sbatch(script, "--parsable")
     for index, run in enumerate(runs):
         write_job(run, SlurmJob(job=f"{job}_{index}", code=str(code)))

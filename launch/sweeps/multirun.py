@@ -20,10 +20,19 @@ from pathlib import Path
 
 from harness.analysis.sweeps import sweep_record
 from harness.analysis.sweeps.sweep_record import Job, Sweep
-from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_HALTED, EXIT_INTERRUPTED, ConfigError, require
+from harness.config.errors import (
+    EXIT_BAD_CONFIG,
+    EXIT_DONE,
+    EXIT_HALTED,
+    EXIT_INTERRUPTED,
+    ConfigError,
+    StorageError,
+    require,
+)
 from harness.config.launch import LaunchKind
 from harness.config.schema import Config
 from harness.core.events import EvalRecord
+from harness.core.locking.run_lease import naming_full_disk
 from harness.core.processes import last_line
 from harness.core.rundir import RunDir
 from harness.core.stderr_lines import print_warning
@@ -57,10 +66,11 @@ def run_sweep(directory: Path, composed: Sequence[ComposedJob], arguments: Seque
             jobs=[job for job, _ in jobs],
         )
         codes = [EXIT_BAD_CONFIG for job, _ in jobs if job.problem]
-        return worst_exit_code([*codes, run_missing_jobs(directory, sweep, accepted)])
-    except ConfigError as error:
+        with naming_full_disk(directory):
+            return worst_exit_code([*codes, run_missing_jobs(directory, sweep, accepted)])
+    except (ConfigError, StorageError) as error:
         print(f"harness: {error}", file=sys.stderr)
-        return EXIT_BAD_CONFIG
+        return EXIT_INTERRUPTED if isinstance(error, StorageError) else EXIT_BAD_CONFIG
     finally:
         remove_hydra_output(directory)
 

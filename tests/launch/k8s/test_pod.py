@@ -23,6 +23,7 @@ from launch.local.node_group import RendezvousSpec
 from launch.local.ports import reserved_port
 from tests.distributed.cases import tiny
 from tests.forks import Launched
+from tests.full_disk import fill, may_mount, small_disk
 
 LIMIT_S = 300.0
 
@@ -99,6 +100,22 @@ def test_a_config_without_a_name_is_rejected(tmp_path: Path, monkeypatch: pytest
         assert pod.main([str(store_config(cfg, tmp_path))]) == 2
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.skipif(not may_mount(), reason="needs the right to mount")
+def test_a_full_disk_is_one_line_and_75(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(pod.INDEX, "0")
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with small_disk(tmp_path / "disk") as disk:
+            fill(disk)
+            path = store_config(k8s(disk, "launch.nodes=1"), tmp_path)
+            assert pod.main([str(path), "--nodes", "1"]) == 75
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert capsys.readouterr().err == f"harness: {disk}/first: cannot write it: No space left on device\n"
 
 
 def set_index(node_rank: int) -> None:

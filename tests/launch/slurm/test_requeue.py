@@ -35,6 +35,7 @@ from launch.slurm.requeue import (
     is_stall,
 )
 from tests import composed
+from tests.full_disk import fill, may_mount, small_disk
 
 ROOT = Path(__file__).parents[3]
 COMPOSED = composed.load(["model=tiny", "launch=slurm"])
@@ -331,6 +332,61 @@ def test_a_job_is_not_requeued_if_the_controller_does_not_answer(
     monkeypatch.setattr(controller, "RETRY_PAUSES_S", (0.0,))
     assert requeue.main(["end", str(run.path), "7", "75", ""]) == 1
     assert capsys.readouterr().err == "harness: job 7 ends: Slurm does not report the state of the job\n"
+
+
+@pytest.mark.skipif(not may_mount(), reason="needs the right to mount")
+def test_a_full_disk_requeues_the_job_within_its_limits(tmp_path: Path, fake_slurm_bin: Path) -> None:
+    """The end, the record and the log of the job, which is standard error, have no room."""
+    (fake_slurm_bin / "scontrol").write_text(scontrol())
+    run = RunDir(tmp_path / "disk" / "first")
+
+    def run_command(verb: str, start: int, *more: str) -> int:
+        with (run.logs / "slurm-7.log").open("ab", buffering=0) as log:
+            return subprocess.run(
+                [sys.executable, "-m", "launch.slurm.requeue", verb, str(run.path), "7", *more],
+                cwd=ROOT,
+                env=os.environ | {"SLURM_RESTART_COUNT": str(start - 1)},
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                check=False,
+            ).returncode
+
+    with small_disk(tmp_path / "disk") as disk:
+        job_directory.prepare_job_run(config(disk))
+        assert requeue.main(["begin", str(run.path), "7"]) == 0
+        fill(disk)
+        assert [run_command("end", start, "75", "") for start in (1, 5)] == [0, 1], "max_requeues=4"
+        assert run_command("begin", 2) == 0
+        assert requeue.read_ends(run) == []
+        assert (run.logs / "slurm-7.log").read_bytes() == b""
+
+
+@pytest.mark.skipif(not may_mount(), reason="needs the right to mount")
+def test_a_record_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, fake_slurm_bin: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (fake_slurm_bin / "scontrol").write_text(scontrol())
+    with small_disk(tmp_path / "disk") as disk:
+        run = job_directory.prepare_job_run(config(disk))
+        fill(disk)
+        assert requeue.main(["end", str(run.path), "7", "75", str(tmp_path / "no-log")]) == 0
+        problem = f"{requeue.requeue_log(run)}: cannot write it: No space left on device"
+        assert capsys.readouterr().err.splitlines() == [
+            f"harness: warning: {problem}; the number of starts limits the requeues",
+            "harness: job 7 is requeued: interrupted, resumable",
+        ]
+        assert requeue.main(["begin", str(run.path), "7"]) == 75, "the run cannot be claimed"
+        assert capsys.readouterr().err == f"harness: {run.path}: cannot write it: No space left on device\n"
+
+
+def test_starts_without_a_record_count_as_requeues(run: RunDir) -> None:
+    """They are assumed to have reached what there is now, so that a checkpoint resets the count only once."""
+    assert requeue.record_end(run, HERE, job="7", start=1).requeued
+    make_checkpoint(run, 20, Health.candidate)
+    for start, again in ((2, True), (5, True), (6, False)):
+        before = requeue.requeue_log(run).read_bytes()
+        assert requeue.record_end(run, HERE, job="7", start=start).requeued is again, start
+        requeue.requeue_log(run).write_bytes(before)
 
 
 def test_a_run_is_owned_by_one_job(run: RunDir, fake_slurm_bin: Path, capsys: pytest.CaptureFixture[str]) -> None:

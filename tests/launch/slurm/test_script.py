@@ -96,6 +96,16 @@ def test_calls_of_one_start(script: Script) -> None:
     assert "harness: job 7, start 3, " in result.stderr
 
 
+def test_a_start_whose_storage_fails_is_requeued(script: Script) -> None:
+    """No node is checked or started, and the end is decided like any other."""
+    result = script(BEGIN="75", END="0")
+    assert result.exit_code == 75
+    begin, end, requeue = result.calls
+    assert begin == f"python -m launch.slurm.requeue begin {script.run} 7"
+    assert end.startswith(f"python -m launch.slurm.requeue end {script.run} 7 75  ")
+    assert requeue == "scontrol requeue 7"
+
+
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 75])
 def test_the_exit_code_is_that_of_the_run(script: Script, code: int) -> None:
     result = script(NODE=str(code), END="0" if code == 75 else "1")

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from harness.config import compose
-from harness.config.errors import ConfigError
+from harness.config.errors import ConfigError, StorageError
 from harness.config.schema import Config
 from harness.core.rundir import RunDir
 from launch.slurm import code_snapshot, job_directory, requeue, submit
 from launch.slurm.job_script import DIRECTIVE, SETTING, build_directives, quote_value, render
 from tests import composed
 from tests.distributed.cases import TINY
+from tests.full_disk import fill, may_mount, small_disk
 
 GOLDEN = Path(__file__).parent / "golden"
 ODD = 'it\'s "odd" #1 $HOME `id` *'
@@ -270,6 +271,28 @@ def test_errors_are_one_line_and_leave_nothing_on_disk(
     assert f"\nrun={tmp_path}/runs/first\n" in shown
     assert shown == submit.render_script(cfg)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not may_mount(), reason="needs the right to mount")
+def test_a_full_disk_is_a_storage_error(
+    tmp_path: Path, queue: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with small_disk(tmp_path / "disk", num_bytes=1 << 16) as disk:  # room for a config, not for the code
+        with pytest.raises(StorageError, match=r"code/\w+: cannot copy the code to it: No space left on device$"):
+            submit.submit_run(*sweep(disk, "a"))
+        fill(disk)
+        with pytest.raises(StorageError, match=r"cannot write it: No space left on device$"):
+            submit.submit_run(*sweep(disk, "b"))
+        with pytest.raises(StorageError, match=r"cannot write it: No space left on device$"):
+            submit.submit_array(sweep(disk, "c"), disk)
+        assert job_directory.main([f"run.dir={disk}", "run.name=d"]) == 75
+    line = capsys.readouterr().err
+    assert line.startswith("harness: ")
+    assert line.endswith(": cannot write it: No space left on device\n")
+    assert line.count("\n") == 1
+    assert [path.name for path in queue.iterdir()] == ["alive"]
 
 
 @pytest.mark.parametrize(("nodes", "min_nodes", "batch"), [(4, 2, 64), (16, 15, 1024), (16, 8, 1024), (16, 1, 130)])

@@ -24,6 +24,7 @@ from launch.sweeps.jobs import ComposedJob, JobState
 from launch.sweeps.scheduler import ResourceSlot, split_machine
 from tests import composed, forked_launchers
 from tests.forks import Launched
+from tests.full_disk import fill, may_mount, small_disk
 from tests.launch.cli.test_main import TINY
 
 pytestmark = pytest.mark.full
@@ -320,3 +321,11 @@ def test_a_slurm_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         "  report  harness sweep report 'runs/it is'",
         "  cancel  scancel 7",
     ]
+
+
+@pytest.mark.skipif(not may_mount(), reason="needs the right to mount")
+def test_a_sweep_on_a_full_disk_is_one_line_and_75(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        fill(disk)
+        assert multirun.run_sweep(disk, [compose_job(config(), optim__lr="1")], []) == 75
+    assert capsys.readouterr().err == f"harness: {disk}: cannot write it: No space left on device\n"
