@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from harness.checkpoint.catalog import Checkpoint, Health
 from harness.checkpoint.integrity import Damaged
 from harness.checkpoint.remote.remote_run import KEY, RemoteRun, RunIndex, open_remote_run
-from harness.checkpoint.remote.uploader import read_run_id, write_run_id
+from harness.checkpoint.remote.uploader import new_run_id, read_run_id, write_run_id
 from harness.config.checkpoint import CheckpointRemoteConfig
 from harness.config.errors import StorageError, require
 from harness.config.schema import Config
@@ -93,7 +93,10 @@ def require_newest(run: RunDir, remote: RemoteRun, index: RunIndex) -> None:
 
 
 def download(run: RunDir, remote: RemoteRun, index: RunIndex) -> None:
-    """Download the newest intact checkpoint, then the run files."""
+    """Download the newest intact checkpoint, then the run files. Without any checkpoint the run starts over.
+
+    Then the store is taken over: the start that uploaded run files only is gone, or it is told that it is not the run.
+    """
     usable: list[Checkpoint] = [each for each in remote.list_checkpoints() if each.health is not Health.tainted]
     problems: list[str] = []
     for checkpoint in reversed(usable):
@@ -110,6 +113,11 @@ def download(run: RunDir, remote: RemoteRun, index: RunIndex) -> None:
             f"no checkpoint in {remote.url} is intact ({'; '.join(problems)}); choose another run.name to start over"
         )
         require(not problems, KEY, message)
+        print_warning(f"{remote.url} has no usable checkpoint; the run starts over and replaces what is there")
+        run_id = new_run_id()
+        remote.take_over(run_id)
+        run.path.mkdir(parents=True, exist_ok=True)
+        write_run_id(run, run_id)
         return
     names = sorted(index.files, key=lambda name: name == run.events.name)
     for name in names:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,11 +20,13 @@ from harness.checkpoint.catalog import Health
 from harness.checkpoint.integrity import Damaged, Manifest
 from harness.checkpoint.remote.__main__ import upload_until_end
 from harness.checkpoint.remote.remote_run import RemoteRun, open_remote_run
+from harness.checkpoint.remote.upload_process import UPLOAD_LOG, UploadProcess
 from harness.checkpoint.remote.uploader import PINNED, Uploader
 from harness.config.checkpoint import CheckpointConfig
 from harness.config.compose import read, to_yaml
 from harness.config.errors import ConfigError, StorageError
 from harness.core import processes
+from harness.core.object_store import ObjectStore
 from harness.core.rundir import RunDir
 from harness.remote_resume import restore_from_store
 from tests.composed import load
@@ -154,6 +160,80 @@ def test_damage_in_the_store_is_found_and_an_older_checkpoint_is_taken(
     elsewhere = RunDir(tmp_path / "elsewhere" / run.path.name)
     restore_from_store(elsewhere, settings(run).remote)
     assert [each.name for each in catalog.list_checkpoints(elsewhere.checkpoints)] == [first]
+
+
+@s3_only
+def test_a_download_that_was_cut_off_is_continued(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every request: the next start takes what is there and whole, and ends with the same files."""
+    name = save(run, 10, num_files=1)
+    upload(run)
+    elsewhere = RunDir(tmp_path / "elsewhere" / run.path.name)
+    genuine, left = ObjectStore._repeat, [0]
+
+    def repeat(store: ObjectStore, attempt: Callable[[], Any], path: str) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise StorageError(errno.EIO, "does not answer", store.url)
+        return genuine(store, attempt, path)
+
+    monkeypatch.setattr(ObjectStore, "_repeat", repeat)
+    num_after_checkpoint = 0
+    for number in count():
+        left[0] = number
+        try:
+            restore_from_store(elsewhere, settings(run).remote)
+        except StorageError:
+            if (elsewhere.checkpoints / name).exists():
+                num_after_checkpoint += 1
+                damaged = elsewhere.checkpoints / name / "state.json"
+                damaged.write_bytes(damaged.read_bytes()[:-1] + b"x" * (num_after_checkpoint % 2))
+        else:
+            break
+    assert num_after_checkpoint > 1
+    monkeypatch.undo()
+    assert {path.name for path in elsewhere.checkpoints.iterdir()} == {name}
+    for file in (run.checkpoints / name).iterdir():
+        assert (elsewhere.checkpoints / name / file.name).read_bytes() == file.read_bytes()
+    assert elsewhere.config.read_bytes() == run.config.read_bytes()
+
+
+def test_a_run_lost_before_its_first_upload_starts_over_and_is_uploaded(
+    run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    upload(run)
+    elsewhere = RunDir(tmp_path / "elsewhere" / run.path.name)
+    restore_from_store(elsewhere, settings(run).remote)
+    assert "has no usable checkpoint; the run starts over" in capsys.readouterr().err
+    shutil.copytree(run.path, elsewhere.path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("remote.json"))
+    name = save(elsewhere, 10)
+    upload(elsewhere)
+    assert stored(elsewhere) == [(name, "candidate")]
+    with pytest.raises(ConfigError, match="holds another run"):
+        upload(run)
+
+
+@s3_only
+def test_an_upload_process_that_dies_starts_again_and_one_with_wrong_settings_does_not(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = run.logs / UPLOAD_LOG
+    process = UploadProcess(run, poll_s=0.1)
+    try:
+        first = process.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        wait_for(lambda: process.pid not in (None, first), log)
+        name = save(run, 10)
+        wait_for(lambda: stored(run) == [(name, "candidate")], log)
+    finally:
+        assert process.finish(wait_s=120), log.read_text()
+    assert "the upload process ended with -9, it starts again" in capsys.readouterr().err
+    (run.path / "remote.json").write_text('{"id": "0123"}')
+    process = UploadProcess(run, poll_s=0.1)
+    wait_for(lambda: not process.is_watched, log)
+    assert not process.finish(wait_s=120)
+    assert "checkpoints are not uploaded: " in (warnings := capsys.readouterr().err)
+    assert "holds another run" in warnings
 
 
 @s3_only

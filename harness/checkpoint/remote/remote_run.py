@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, final
 
 from harness.checkpoint import catalog, integrity
 from harness.checkpoint.catalog import HEALTH, Checkpoint, Health
-from harness.checkpoint.integrity import MANIFEST, READERS, Damaged, Manifest
+from harness.checkpoint.integrity import MANIFEST, READERS, Damaged, Manifest, OtherVersion
 from harness.config.errors import ConfigError, require
 from harness.core.object_store import ObjectStore, StoredObject, join_url
 
@@ -125,8 +125,17 @@ class RemoteRun:
             raise Damaged(self._as_path(path), "its content is not what was saved (sha256 differs)")
 
     def download_checkpoint(self, name: str, root: Path) -> None:
-        """Download a checkpoint into a hidden directory, verify it on disk, then rename it; raises `Damaged`."""
-        manifest = self.read_manifest(name)
+        """Download a checkpoint into a hidden directory, verify it on disk, then rename it; raises `Damaged`.
+
+        One that an earlier download left there is kept if it is intact.
+        """
+        manifest, target = self.read_manifest(name), root / name
+        if target.exists():
+            with suppress(Damaged, OtherVersion):
+                if integrity.read_manifest(target) == manifest:
+                    integrity.verify(target, manifest=manifest)
+                    return
+            catalog.delete(target)
         scratch = catalog.scratch_path(root, name)
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
@@ -143,7 +152,7 @@ class RemoteRun:
             with suppress(FileNotFoundError):
                 (scratch / file).write_bytes(self.store.read(place_of(name, file)))
         integrity.verify(scratch)
-        catalog.publish(scratch, root / name)
+        catalog.publish(scratch, target)
 
     def download_file(self, pieces: Sequence[Piece], target: Path) -> None:
         """Download a run file, compare every piece with its hash, then rename it into place."""
@@ -162,6 +171,10 @@ class RemoteRun:
             file.flush()
             os.fsync(file.fileno())
         scratch.replace(target)
+
+    def take_over(self, run_id: str) -> None:
+        """Give the store to another run: it has no run files any more, and an uploader of the old run ends."""
+        self.store.write(INDEX, render_index(RunIndex(run_id, {})))
 
     def delete_checkpoint(self, name: str, files: dict[str, StoredObject]) -> None:
         """Delete a checkpoint; from the first request on it is no checkpoint any more."""

@@ -236,8 +236,12 @@ class Uploader:
         path = self._run.path / ID_FILE
         with suppress(OSError, ValueError, KeyError, TypeError):
             return str(json.loads(path.read_text(encoding="utf-8"))["id"])
-        write_run_id(self._run, secrets.token_hex(8))
+        write_run_id(self._run, new_run_id())
         return self._run_id()
+
+
+def new_run_id() -> str:
+    return secrets.token_hex(8)
 
 
 def write_run_id(run: RunDir, run_id: str) -> None:
