@@ -30,7 +30,6 @@ from harness.config.errors import (
     require,
 )
 from harness.config.schema import Config
-from harness.control.stop_requests import clear_stop_file
 from harness.core.locking.run_lease import naming_full_disk, require_free
 from harness.core.rundir import RunDir, locate
 from harness.telemetry.event_log import prepare_run
@@ -99,7 +98,6 @@ def prepare_node(cfg: Config, spec: RendezvousSpec) -> None:
         require_free(run.path, wait=True)
         with naming_full_disk(run.path):
             prepare_run(cfg)
-        clear_stop_file(run)
         wait_until(lambda: resolves(spec.host), within_s, f"no address for {spec.host}, the name of this pod")
     else:
         wait_until(lambda: is_stored(cfg, run), within_s, f"node 0 did not write this config to {run.config}")

@@ -7,7 +7,8 @@ at every end, and at every start, because Slurm itself restarts a job whose node
 restarted failed ranks before that (`launch.local.restart`); both use the budget of `launch.restart_budget`. Progress is
 a newer checkpoint that a start would resume from; it resets every limit. Nodes with faults are excluded
 (`launch.slurm.node_exclusion`). A start also checks that no other active job has the same run and that no
-other process holds its lease; otherwise it exits with 2 before it could stop that run.
+other process holds its lease; otherwise it exits with 2 before it could stop that run. It removes the file STOP of the
+last start, which the job script writes near a time limit.
 On a full disk no end can be recorded. The decision stands, and the number of starts limits the requeues.
 """
 
@@ -297,6 +298,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             require_free(run.path, wait=True)
             job_directory.claim_run(run, job)
             decision = record_missed_ends(run, job, start)
+            if decision.again:  # STOP is of an earlier start, and the missed ends have been judged by it
+                stop_requests.clear_stop_file(run)
         else:
             code, health_log, *sbatch = more
             end = end_job(run, job, start, int(code), read_health_log(health_log), sbatch)

@@ -13,7 +13,7 @@ from harness.config.errors import ConfigError
 from harness.core.locking import directory_lease
 from harness.core.locking.lease_holder import this_process
 from harness.core.rundir import RunDir
-from launch.local import exit_file, node
+from launch.local import exit_file, node, start
 from launch.local.node import parse_rendezvous
 from launch.local.node_group import SINGLE_NODE, RendezvousSpec
 from launch.local.ports import reserved_port
@@ -127,6 +127,21 @@ def test_a_run_that_is_in_use_can_be_joined_only_if_it_listens(tmp_path: Path) -
             with pytest.raises(ConfigError, match="is in use by"):
                 node.joins_running(cfg, run, spec)
     lease.release()
+
+
+@pytest.mark.parametrize("node_rank", [0, 1])
+def test_node_0_removes_the_stop_of_an_earlier_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node_rank: int
+) -> None:
+    """Launchers restart no ranks while there is one. The others leave it: the run may already be in progress."""
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    cfg = composed.load(["launch.nodes=2", "launch.nproc=1", "parallel.device=cpu", "model=tiny"])
+    run.config.write_text(to_yaml(cfg))
+    run.stop.touch()
+    monkeypatch.setattr(start, "launch", lambda *_, **__: 1 if run.stop.exists() else 0)
+    spec = RendezvousSpec(num_nodes=2, node_rank=node_rank, host="nowhere.invalid", port=1)
+    assert node.run_node(str(run.path), spec) == node_rank
 
 
 def test_a_directory_without_a_config_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

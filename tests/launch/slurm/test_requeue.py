@@ -445,6 +445,21 @@ def test_a_stop_by_a_person_counts_and_one_by_the_job_script_does_not(run: RunDi
     assert requeue.find_stop_request(run) == "", "a new start clears the stop request"
 
 
+def test_a_start_removes_the_stop_of_the_last_one(run: RunDir, fake_slurm_bin: Path) -> None:
+    """The job script writes STOP near the time limit; a rank that dies early in the next start is restarted."""
+    assert fake_slurm_bin
+    requeue.record_end(run, HERE, job="7", start=1)
+    stop_requests.ask(run, who="slurm", reason="job 7 is near its time limit")
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setenv("SLURM_RESTART_COUNT", "1")
+        assert requeue.main(["begin", str(run.path), "7"]) == 0
+        assert not run.stop.exists()
+        stop_requests.ask(run, who="ada", reason="lunch")
+        changed.setenv("SLURM_RESTART_COUNT", "2")
+        assert requeue.main(["begin", str(run.path), "7"]) == 1, "a person stopped the start whose node failed"
+        assert run.stop.exists()
+
+
 def test_a_plain_job_does_not_start_the_run_of_another(fake_slurm_bin: Path, tmp_path: Path) -> None:
     (fake_slurm_bin / "squeue").write_text('#!/bin/sh\ntest "$2" = --jobs=12 && echo RUNNING\n')
     run, _ = job_directory.prepare_in_job(config(tmp_path), "12", 1)
