@@ -64,7 +64,7 @@ from harness.step import (
     reduce_signals,
     use_planned_precision,
 )
-from harness.telemetry.event_reporter import EventReporter
+from harness.telemetry.event_reporter import EventReporter, longest_end_s
 from harness.telemetry.heartbeat import Heartbeat, Phase
 from harness.telemetry.manifest import write_manifest
 from harness.telemetry.meters import memory_bytes
@@ -360,11 +360,12 @@ def train_opened_run(
             )
         )
         code, reason, _ = finish_run(run, train(run))
-        heartbeat.end(code, reason, state)
+        heartbeat.end(code, reason, state, wait_s=longest_end_s(cfg))
         for incident in parts.sentinel.drain_events(last=True):
             reporter.emit_event(incident)
         reporter.end(
-            RunEnded(time=time.time(), iteration=state.iteration, step=state.step, exit_code=code, reason=reason)
+            RunEnded(time=time.time(), iteration=state.iteration, step=state.step, exit_code=code, reason=reason),
+            is_stopping=lambda: bool(stop),
         )
     return code
 

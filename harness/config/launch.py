@@ -155,7 +155,8 @@ class LaunchConfig:
     tenths of parallel.timeout_s."""
     start_within_s: float
     """Time limit, in seconds, of phases that may take longer: the rendezvous of the machines, a start up to the end of
-    its first iteration (reading a checkpoint, compiling), a save that waits for its disk, restoring a checkpoint."""
+    its first iteration (reading a checkpoint, compiling), a save that waits for its disk, restoring a checkpoint. The
+    end of a run may take longer by its waits for evaluation, post-mortems, sinks and uploads."""
     max_restarts: int = 3
     """Restarts of all ranks inside the job, after a rank died, hung or raised: the run ends after this many in a row
     without a new step, or within `restart_window`. It also ends if a rank raises the same error at the same step twice.

@@ -162,7 +162,8 @@ class EvalConfig:
     harness_tasks_dir: str | None = None
     """Directory with YAML files of further tasks; null: only those that come with lm-evaluation-harness."""
     harness_exit_wait_s: float = 600.0
-    """Seconds for which the end of a run waits for the last evaluation; after an interruption nothing is waited for."""
+    """Seconds for which the end of a run waits for the last evaluation. An interruption or a stop request ends the
+    wait."""
 
     def __post_init__(self) -> None:
         for name in ("harness_batch_size", "harness_limit"):

@@ -17,7 +17,8 @@ import os
 import site
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 SEARCH_PATH = "PYTHONPATH"
@@ -25,6 +26,7 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP
 """Variables by which torchrun tells a process that it is a rank."""
 GRACE_S = 5.0
 """Seconds that a process that is told to end may take."""
+POLL_S = 0.05
 
 
 def command(module: str, *args: str) -> list[str]:
@@ -71,13 +73,26 @@ def start_logged(
         )
 
 
-def wait_or_end(process: subprocess.Popen[bytes], *, wait_s: float, grace_s: float = 0) -> bool:
-    """Wait for a process, and end it after `wait_s` seconds; True if it ended by itself with exit code 0."""
-    try:
-        return process.wait(timeout=wait_s) == 0
-    except subprocess.TimeoutExpired:
-        end_process(process, grace_s=grace_s)
-        return False
+def never() -> bool:
+    """The condition of a wait that only its time limit ends."""
+    return False
+
+
+def wait_or_end(
+    process: subprocess.Popen[bytes], *, wait_s: float, grace_s: float = 0, until: Callable[[], bool] = never
+) -> bool:
+    """Wait for a process, and end it after `wait_s` seconds, or as soon as `until()` holds.
+
+    True if it ended by itself with exit code 0.
+    """
+    deadline_s = time.monotonic() + wait_s
+    while process.poll() is None:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0 or until():
+            end_process(process, grace_s=grace_s)
+            return False
+        time.sleep(min(POLL_S, left_s))
+    return process.returncode == 0
 
 
 def end_process(process: subprocess.Popen[bytes], *, grace_s: float = 0) -> None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +31,8 @@ from harness.core.stderr_lines import print_warning
 
 EVALUATION_MODULE = "harness.analysis.evaluation"
 EVALUATION_LOG = "evaluation.log"
+READER_WAIT_S = 10.0
+"""Seconds for which the end of a run waits for the last results in the pipe."""
 
 
 def require_evaluation(cfg: EvalConfig) -> None:
@@ -80,15 +83,20 @@ class EvaluationProcess:
         while self._events:
             yield self._events.popleft()
 
-    def finish(self, wait_s: float) -> bool:
-        """Let the process evaluate the last checkpoint, and wait for it; False if it was not evaluated."""
+    def finish(self, wait_s: float, *, until: Callable[[], bool] = processes.never) -> bool:
+        """Let the process evaluate the last checkpoint, and wait for it, but no longer than until `until()` holds.
+
+        False if it was not evaluated.
+        """
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.close()
-        is_done = processes.wait_or_end(self._process, wait_s=wait_s)
-        self._reader.join(timeout=10)
+        begun_s = time.monotonic()
+        is_done = processes.wait_or_end(self._process, wait_s=wait_s, until=until)
+        waited_s = time.monotonic() - begun_s
+        self._reader.join(timeout=READER_WAIT_S)
         if not is_done and wait_s > 0:
-            last = last_line(self._run.logs / EVALUATION_LOG) or f"still running after {wait_s:g} s"
+            last = last_line(self._run.logs / EVALUATION_LOG) or f"still running after {waited_s:.0f} s"
             print_warning(f"the last checkpoint was not evaluated: {last}")
         return is_done
 

@@ -5,33 +5,52 @@ the log before they are executed (`harness.telemetry.event_log`). The writer thr
 post-mortem processes, which read the log.
 The end of a run takes bounded time: the picture is drawn from at most `run_picture.BUDGET_BYTES` of ordinary steps. It
 is not drawn after an interruption (exit code 75), because the scheduler may kill the job at any moment; the next end
-draws it.
+draws it. A stop request during the end has the same effect: the evaluation and the replays end at once.
+`longest_end_s` is the time that the waits may take together. Every rank writes it into its last heartbeat, so that the
+launcher does not take ranks that wait, or have ended before rank 0, for hung ones.
 Other ranks have a reporter that does nothing, so that the loop needs no `if rank == 0`.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Self, final
 
 from harness.config.compose import plain
 from harness.config.errors import EXIT_INTERRUPTED
 from harness.config.schema import Config
+from harness.core import processes
 from harness.core.batch_sizes import read_token_schedule
 from harness.core.events import Action, ActionKind, Event, Intervention, RunEnded, StepRecord
 from harness.core.rundir import RunDir
 from harness.core.stderr_lines import print_warning
 from harness.distributed.world import World
 from harness.telemetry.console import Console, closing_lines
-from harness.telemetry.evaluation_process import EvaluationProcess
-from harness.telemetry.event_log import EventLog
+from harness.telemetry.evaluation_process import READER_WAIT_S, EvaluationProcess
+from harness.telemetry.event_log import CLOSE_WAIT_S, FLUSH_WAIT_S, EventLog
 from harness.telemetry.meters import Meter
-from harness.telemetry.postmortem_process import EXIT_WAIT_S, HURRIED_WAIT_S, PostmortemProcess
+from harness.telemetry.postmortem_process import EXIT_WAIT_S, PostmortemProcess
 from harness.telemetry.run_picture import draw
 from harness.telemetry.sinks.sink import enabled_sinks
 from harness.telemetry.sinks.sink_process import SinkProcess
 from harness.telemetry.sinks.store_uri import tracking_uri
+
+
+def longest_end_s(cfg: Config) -> float:
+    """Seconds for which rank 0 waits at most when the run ends: for log, evaluation, reports, sinks and uploads."""
+    telemetry, remote = cfg.telemetry, cfg.checkpoint.remote
+    waits = [FLUSH_WAIT_S, CLOSE_WAIT_S]
+    if cfg.eval.harness:
+        waits += [cfg.eval.harness_exit_wait_s, READER_WAIT_S]
+    if telemetry.postmortem:
+        waits += [EXIT_WAIT_S, telemetry.replay_s]
+    if enabled_sinks(telemetry):
+        waits += [telemetry.exit_wait_s, processes.GRACE_S]
+    if remote.url is not None:
+        waits += [remote.exit_wait_s, processes.GRACE_S]
+    return sum(waits)
 
 
 @final
@@ -91,21 +110,27 @@ class EventReporter:
             return None
         return self._schedule.left_s(record, num_steps=self._cfg.train.num_steps)
 
-    def end(self, event: RunEnded) -> None:
-        """Report the last event. Picture and post-mortems come first, because this event ends the sink process."""
+    def end(self, event: RunEnded, *, is_stopping: Callable[[], bool] = processes.never) -> None:
+        """Report the last event. Picture and post-mortems come first, because this event ends the sink process.
+
+        `is_stopping()` says whether a stop was requested, also one that arrives during the waits.
+        """
+
+        def is_hurried() -> bool:  # the scheduler does not wait
+            return event.exit_code == EXIT_INTERRUPTED or is_stopping()
+
         if self._is_first:
             is_written = self._log.flush()
-            is_hurried = event.exit_code == EXIT_INTERRUPTED  # the scheduler does not wait
             if self._evaluations is not None:
                 begun_s = time.monotonic()
-                self._evaluations.finish(0.0 if is_hurried else self._cfg.eval.harness_exit_wait_s)
+                wait_s = 0.0 if is_hurried() else self._cfg.eval.harness_exit_wait_s
+                self._evaluations.finish(wait_s, until=is_hurried)
                 self._report_evaluations(blocked_s=time.monotonic() - begun_s)
-            if is_written and self._cfg.telemetry.picture and not is_hurried:
+            if is_written and self._cfg.telemetry.picture and not is_hurried():
                 self._draw()
             if is_written and self._postmortems is not None:
-                self._postmortems.finish(HURRIED_WAIT_S if is_hurried else EXIT_WAIT_S)
-                if not is_hurried:
-                    self._postmortems.replay_incidents(self._cfg.telemetry.replay_s)
+                self._postmortems.finish(EXIT_WAIT_S, is_hurried=is_hurried)
+                self._postmortems.replay_incidents(self._cfg.telemetry.replay_s, until=is_hurried)
         self._report(event)
 
     def _report_evaluations(self, *, blocked_s: float = 0.0) -> None:

@@ -95,6 +95,8 @@ class Beat:
     """None while the rank runs."""
     slowest_step_s: float = 0.0
     """Longest time between two beats of training; a past one counts less with every step."""
+    end_wait_s: float = 0.0
+    """Seconds for which rank 0 may wait at the end of the run. The processes of all ranks exist until then."""
 
 
 def heartbeat_file(run: RunDir, rank: int) -> Path:
@@ -131,6 +133,7 @@ class Heartbeat:
         self._left_s: float | None = None
         self._exit_code: int | None = None
         self._reason = ""
+        self._end_wait_s = 0.0
         self._ended = Event()
         self._thread = Thread(target=self._write_until_ended, name="heartbeat", daemon=True)
 
@@ -166,9 +169,12 @@ class Heartbeat:
         self._loss = record.loss
         self._left_s = record.step_time_s * (self._num_steps - record.step) if left_s is None else left_s
 
-    def end(self, exit_code: int, reason: str, state: RunState | None = None) -> None:
-        """Set exit code, reason and the last step; the last write includes them."""
-        self._phase, self._exit_code, self._reason = Phase.end, exit_code, reason
+    def end(self, exit_code: int, reason: str, state: RunState | None = None, *, wait_s: float = 0.0) -> None:
+        """Set exit code, reason and the last step; the last write includes them.
+
+        `wait_s`: for how long rank 0 may wait until the run is over.
+        """
+        self._phase, self._exit_code, self._reason, self._end_wait_s = Phase.end, exit_code, reason, wait_s
         if state is not None:
             self._iteration, self._step = state.iteration, state.step
 
@@ -221,6 +227,7 @@ class Heartbeat:
             time=now,
             exit_code=self._exit_code,
             slowest_step_s=self._slowest_step_s,
+            end_wait_s=self._end_wait_s,
         )
         replace_file(heartbeat_file(self._run, self._rank), asdict(beat))
         if self._rank == 0:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import final
 
 from harness.core import processes
@@ -71,36 +71,41 @@ class PostmortemProcess:
         if self._waiting or self._process is not None:
             self._advance()
 
-    def finish(self, wait_s: float) -> bool:
-        """Wait until all reports are written; False if one was not."""
-        until = time.monotonic() + wait_s
+    def finish(self, wait_s: float, *, is_hurried: Callable[[], bool] = processes.never) -> bool:
+        """Wait until all reports are written, at most `wait_s` seconds; False if one was not.
+
+        Once `is_hurried()` holds, the wait is at most `HURRIED_WAIT_S`.
+        """
+        begun_s = time.monotonic()
         if self._has_remarks:
             self._has_remarks = False
             self._enqueue(REMARKS)
         while self._waiting or self._process is not None:
             self._advance()
-            if time.monotonic() > until:
-                self._give_up(f"still writing after {wait_s:g} s")
+            limit_s = min(wait_s, HURRIED_WAIT_S) if is_hurried() else wait_s
+            if time.monotonic() - begun_s > limit_s:
+                self._give_up(f"still writing after {limit_s:g} s")
             elif self._process is not None:
                 time.sleep(POLL_S)
         return not self._failed
 
-    def replay_incidents(self, wait_s: float) -> None:
-        """Replay the guilty step of each reported incident and write its report again, while the time lasts.
+    def replay_incidents(self, wait_s: float, *, until: Callable[[], bool] = processes.never) -> None:
+        """Replay the guilty step of each reported incident and write its report again, while the time lasts and
+        `until()` does not hold.
 
         The process gets no GPU and none of the variables that would make it a rank of this run. A replay that is not
         done in time is no failure: its report stays as it is.
         """
-        until = time.monotonic() + wait_s
+        deadline_s = time.monotonic() + wait_s
         environment = processes.environment_outside_ranks() | {"CUDA_VISIBLE_DEVICES": ""}
         for number in self._reported:
-            left_s = until - time.monotonic() - REPORT_S
-            if left_s <= 0:
+            left_s = deadline_s - time.monotonic() - REPORT_S
+            if left_s <= 0 or until():
                 return
             self._start(number, "--replay-within", f"{left_s:.1f}", environment=environment)
-            while self._process is not None and self._process.poll() is None and time.monotonic() < until:
-                time.sleep(POLL_S)
-            self._end_process()
+            if self._process is not None:
+                processes.wait_or_end(self._process, wait_s=deadline_s - time.monotonic(), until=until)
+                self._process = None
 
     def _enqueue(self, number: int) -> None:
         if number not in self._waiting:

@@ -35,10 +35,13 @@ class HangLimits:
     """Of a collective: `parallel.timeout_s`."""
 
     def limit_s(self, beat: Beat) -> float:
-        """The limit follows the rank's own step time; a save, a restore and a start have their own."""
+        """The limit follows the rank's own step time; a save, a restore and a start have their own.
+
+        At the end of a run rank 0 waits for other processes, and ranks that have ended wait for rank 0.
+        """
         of_steps_s = min(self.cfg.hang_steps * beat.slowest_step_s, SHARE_OF_TIMEOUT * self.timeout_s)
         limit_s = max(self.cfg.hang_after_s, of_steps_s, MIN_WRITES * beat.every_s)
-        return limit_s if beat.phase in MOVING else max(self.cfg.start_within_s, limit_s)
+        return limit_s if beat.phase in MOVING else max(self.cfg.start_within_s, limit_s) + beat.end_wait_s
 
 
 @final

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from harness.checkpoint import catalog
 from harness.checkpoint.catalog import Health
 from harness.core import event_json
 from harness.core.event_json import from_json, to_json
-from harness.core.events import RunEnded, TaskEvaluated
+from harness.core.events import RunEnded, RunRestarted, TaskEvaluated
 from harness.core.rundir import RunDir
 from harness.telemetry.sinks.metrics import metrics_of
 from tests.composed import load
@@ -97,6 +98,48 @@ def test_checkpoints_of_a_run_are_evaluated_beside_it(tmp_path: Path) -> None:
     story.read_more(run)
     data = page_data(run, story, now_s=0.0)
     assert list(data["tasks"]["columns"]) == ["bytes_task acc"]
+
+
+SLOW_LIBRARY = {
+    "__init__.py": """\
+import time
+def simple_evaluate(**_):
+    time.sleep(40)
+    return {"results": {"slow": {"acc,none": 0.5}}}
+""",
+    "models/__init__.py": "",
+    "models/huggingface.py": "def HFLM(**_): pass",
+    "tasks/__init__.py": """\
+class TaskManager:
+    def __init__(self, **_): pass
+    def match_tasks(self, names): return names
+""",
+}
+"""A stand-in for lm_eval whose evaluation takes longer than a start may take."""
+
+
+def use_slow_library(parent: Path) -> None:
+    sys.path.insert(0, str(parent))
+    os.environ["PYTHONPATH"] = str(parent)
+
+
+@pytest.mark.full
+def test_a_run_that_waits_for_its_last_evaluation_is_not_hung(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    for name, text in SLOW_LIBRARY.items():
+        path = tmp_path / "lib" / "lm_eval" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    limits = ["launch.start_within_s=20", "launch.hang_after_s=20", "eval.harness_exit_wait_s=500"]
+    place = [f"run.dir={tmp_path}", "run.name=first", "launch.nproc=2", "eval.harness=[slow]"]
+    first = partial(use_slow_library, tmp_path / "lib")
+    with Launched("launch.train", *cases.TINY, *limits, *place, output=tmp_path / "output", first=first) as launched:
+        assert launched.wait(timeout=400) == 0, launched.stderr
+    found = list(event_json.read(RunDir(tmp_path / "first").events))
+    assert [event.metrics for event in found if isinstance(event, TaskEvaluated)] == [{"acc": 0.5}]
+    assert not any(isinstance(event, RunRestarted) for event in found)
+    assert isinstance(found[-1], RunEnded)
+    assert found[-1].exit_code == 0
 
 
 def test_an_event_becomes_metrics_and_is_read_back() -> None:

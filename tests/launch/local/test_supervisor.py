@@ -169,6 +169,18 @@ def test_a_rank_that_has_ended_but_does_not_exit_is_hung(ranks: FakeRanks, host:
     assert (line is not None and line.startswith(f"rank 1 on {host} has not moved for 101 s")) is is_hung
 
 
+def test_the_end_of_a_run_may_take_as_long_as_rank_0_waits(ranks: FakeRanks) -> None:
+    """Rank 0 waits for an evaluation, for example. Until then the process of rank 1 exists and writes nothing."""
+    host, pid = socket.gethostname(), os.getpid()
+    for beat in ranks.beats:
+        ended = replace(beat, phase=Phase.end, exit_code=0, end_wait_s=7200.0, host=host, pid=pid)
+        progress = RankProgress(ended)
+        progress.update(ended, START_WITHIN_S + 7199.0)
+        assert not progress.is_hung(HangLimits(config()))
+        progress.update(ended, 2.0)
+        assert progress.is_hung(HangLimits(config())), "a rank that really hangs is still found"
+
+
 def test_time_in_which_the_supervisor_was_paused_does_not_count(ranks: FakeRanks) -> None:
     ranks.run_for(10, moving=(0, 1))
     ranks.now_s += 1000.0

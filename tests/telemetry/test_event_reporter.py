@@ -1,0 +1,68 @@
+"""Tests of the end of a run on rank 0: what it waits for, for how long, and what ends the waits."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from harness.config.errors import EXIT_DONE
+from harness.core.events import RunEnded
+from harness.telemetry import evaluation_process, postmortem_process
+from harness.telemetry.event_log import CLOSE_WAIT_S, FLUSH_WAIT_S, tail
+from harness.telemetry.event_reporter import EventReporter, longest_end_s
+from tests.analysis.postmortem import stories
+from tests.composed import load
+from tests.telemetry.conftest import MakeRun
+
+FIRST_RANK = cast(Any, SimpleNamespace(is_first=True))
+
+
+def test_a_stop_request_ends_the_waits(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The processes beside training are stand-ins that never end."""
+    (tmp_path / "stand_in.py").write_text("import time; time.sleep(600)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for module, name in ((evaluation_process, "EVALUATION_MODULE"), (postmortem_process, "MODULE")):
+        monkeypatch.setattr(module, name, "stand_in")
+    monkeypatch.setattr(postmortem_process, "HURRIED_WAIT_S", 0.2)
+    run, cfg = make_run(mlflow="false", picture="true", postmortem="true", replay_s="600")
+    cfg.eval.harness, cfg.eval.harness_exit_wait_s = ["any"], 600.0
+    asked: list[bool] = []
+
+    def is_stopping() -> bool:
+        asked.append(True)
+        return len(asked) > 3  # during the first wait
+
+    begun_s = time.monotonic()
+    with EventReporter(cfg, run, world=FIRST_RANK, meter=cast(Any, None)) as reporter:
+        reporter.emit_event(stories.ended())
+        ended = RunEnded(time=time.time(), iteration=9, step=9, exit_code=EXIT_DONE, reason="all steps done")
+        reporter.end(ended, is_stopping=is_stopping)
+    assert time.monotonic() - begun_s < 100
+    assert tail(run.events)[-1] == ended
+    assert not run.picture.exists()
+    printed = capsys.readouterr().err
+    assert "the last checkpoint was not evaluated: still running after " in printed
+    assert "a post-mortem was not written: still writing after 0.2 s" in printed
+
+
+def test_the_longest_end_is_the_sum_of_the_waits() -> None:
+    cfg = load([])
+    cfg.telemetry.mlflow = cfg.telemetry.postmortem = False
+    log_s = longest_end_s(cfg)
+    assert log_s == FLUSH_WAIT_S + CLOSE_WAIT_S
+    cfg.eval.harness, cfg.eval.harness_exit_wait_s = ["x"], 7200.0
+    assert longest_end_s(cfg) == log_s + 7200 + evaluation_process.READER_WAIT_S
+    cfg.checkpoint.remote.url, cfg.checkpoint.remote.exit_wait_s = "file:///store", 900.0
+    cfg.eval.harness = []
+    assert longest_end_s(cfg) >= log_s + 900
+    cfg.checkpoint.remote.url = None
+    cfg.telemetry.mlflow, cfg.telemetry.exit_wait_s = True, 300.0
+    assert longest_end_s(cfg) >= log_s + 300
+    cfg.telemetry.postmortem, cfg.telemetry.replay_s = True, 100.0
+    assert longest_end_s(cfg) >= log_s + 300 + 100 + postmortem_process.EXIT_WAIT_S
