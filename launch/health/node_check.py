@@ -43,7 +43,16 @@ class NodeReport(NamedTuple):
 
 def check_facts_here(cfg: Config, run: RunDir) -> list[HealthProblem]:
     """Check only what the driver and the kernel report, in this process; takes no time and needs no torch."""
-    return check_facts(machine_name(), read_facts(run.path), expected_num_devices(cfg))
+    node = machine_name()
+    try:
+        return check_facts(node, read_facts(run.path), expected_num_devices(cfg))
+    except OSError as error:
+        return [describe_failed_check(node, error)]
+
+
+def describe_failed_check(node: str, error: OSError) -> HealthProblem:
+    """An I/O error of the check: the file system may be at fault."""
+    return HealthProblem(node, f"its health check failed: {error}", blames=False)
 
 
 def read_facts(directory: Path) -> NodeFacts:
@@ -62,7 +71,10 @@ def check_this_node(directory: Path, *, device: DeviceKind, num_devices: int | N
     `directory` is where the run writes. `num_devices` is the expected number of GPUs; None: any.
     """
     node = machine_name()
-    facts = read_facts(directory)
+    try:
+        facts = read_facts(directory)
+    except OSError as error:
+        return NodeReport(node, (describe_failed_check(node, error),), ())
     if device is DeviceKind.cuda and not facts.devices and num_devices is None:
         num_devices = 1
     if problems := check_facts(node, facts, num_devices):

@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from socket import gethostname
@@ -33,6 +34,9 @@ XID_WINDOW_S = 3600.0
 BROKEN_XIDS = frozenset({48, 61, 62, 64, 74, 79, 92, 95, 119, 120, 140, 143})
 """Driver errors of broken memory, links or firmware; other Xids are caused by programs."""
 QUERY = "index,memory.free,memory.total,ecc.errors.uncorrected.volatile.total"
+NOT_REPORTED = re.compile(r"\[?(N/A|Not Supported|Insufficient Permissions|Function Not Found|.*deprecated.*)\]?", re.I)
+"""What nvidia-smi prints for a number that a healthy device does not have, or that this user may not read. Other texts,
+such as [Unknown Error] and [GPU requires reset], are faults."""
 MEBIBYTE = 2**20
 
 
@@ -47,10 +51,13 @@ class GpuFacts:
     """One GPU, as nvidia-smi reports it."""
 
     index: int
-    free_bytes: int
-    memory_bytes: int
+    free_bytes: int | None
+    """None if it is not reported, as for memory that GPU and host share."""
+    memory_bytes: int | None
     num_ecc_errors: int
     """Uncorrected, since the driver was loaded; 0 if the device does not count."""
+    error: str = ""
+    """What nvidia-smi prints in place of a number; empty if the device answers."""
 
 
 @final
@@ -73,10 +80,13 @@ def find_faults(facts: NodeFacts, num_devices: int | None) -> list[str]:
     if num_devices is not None and len(facts.devices) != num_devices:
         faults.append(f"has {len(facts.devices)} GPUs, expected {num_devices}")
     for device in facts.devices:
+        if device.error:
+            faults.append(f"GPU {device.index}: nvidia-smi reports {device.error}")
         if device.num_ecc_errors:
             faults.append(f"GPU {device.index} has {device.num_ecc_errors} uncorrected ECC errors")
-        if device.free_bytes < MIN_FREE_FRACTION * device.memory_bytes:
-            free, whole = device.free_bytes / GIGABYTE, device.memory_bytes / GIGABYTE
+        free_bytes, memory_bytes = device.free_bytes, device.memory_bytes
+        if free_bytes is not None and memory_bytes is not None and free_bytes < MIN_FREE_FRACTION * memory_bytes:
+            free, whole = free_bytes / GIGABYTE, memory_bytes / GIGABYTE
             faults.append(f"GPU {device.index} has {free:.0f} of {whole:.0f} GB free: another process is on it")
     if broken := sorted(BROKEN_XIDS.intersection(facts.xids)):
         faults.append(f"the driver reported Xid {', '.join(map(str, broken))} within the last hour")
@@ -127,16 +137,22 @@ def run_tool(*command: str) -> str:
 
 
 def parse_devices(table: str) -> tuple[GpuFacts, ...]:
-    """Parse the CSV table of nvidia-smi."""
+    """Parse the CSV table of nvidia-smi. A device that it cannot ask stays in the table, and is numbered by its row."""
     rows = [[cell.strip() for cell in line.split(",")] for line in table.splitlines()]
-    return tuple(
-        GpuFacts(
-            index=int(index),
-            free_bytes=int(free) * MEBIBYTE,
-            memory_bytes=int(whole) * MEBIBYTE,
-            num_ecc_errors=int(errors) if errors.isdigit() else 0,
-        )
-        for index, free, whole, errors in (row for row in rows if len(row) == 4)
+    rows = [row for row in rows if len(row) == QUERY.count(",") + 1]
+    return tuple(parse_device(row, number) for number, row in enumerate(rows))
+
+
+def parse_device(row: Sequence[str], number: int) -> GpuFacts:
+    """One row of that table; a sick device has texts in place of numbers."""
+    index, free_mib, memory_mib, num_ecc_errors = (int(cell) if cell.isdecimal() else None for cell in row)
+    texts = [cell for cell in row if not cell.isdecimal() and not NOT_REPORTED.fullmatch(cell)]
+    return GpuFacts(
+        index=number if index is None else index,
+        free_bytes=None if free_mib is None else free_mib * MEBIBYTE,
+        memory_bytes=None if memory_mib is None else memory_mib * MEBIBYTE,
+        num_ecc_errors=num_ecc_errors or 0,
+        error=texts[0] if texts else "",
     )
 
 

@@ -168,11 +168,11 @@ def check_all(
 
     A process with a fault of its own does not join the others; srun ends them.
     """
-    if local_rank == 0:
-        facts = collect_facts(run.path, slurm_folder(run) / f"health-{node}")
-        if faults := check_facts(node, facts, expected_num_devices(cfg)):
-            return faults, False
     try:
+        if local_rank == 0:
+            facts = collect_facts(run.path, slurm_folder(run) / f"health-{node}")
+            if faults := check_facts(node, facts, expected_num_devices(cfg)):
+                return faults, False
         gemm = check_own_device(cfg.parallel, local_rank)
         if texts := gemm.list_faults():
             return [HealthProblem(node, text) for text in texts], False
@@ -180,7 +180,7 @@ def check_all(
     except ConfigError:
         raise
     except Exception as error:
-        text = f"the check with the other nodes failed: {' '.join(str(error).split())}"
+        text = f"the health check failed: {' '.join(str(error).split())}"
         return [HealthProblem(node, text, blames=False)], False
 
 

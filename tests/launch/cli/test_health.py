@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.config.parallel import DeviceKind
 from harness.core.rundir import RunDir
 from launch.cli.main import main
 from launch.health import node_check
@@ -41,6 +42,16 @@ def test_a_node_without_its_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[s
     printed, name = capsys.readouterr(), machine_name()
     assert printed.err == f"harness: health: node {name}: has 0 GPUs, expected 8\n"
     assert printed.out == f"node {name}: 1 problem\n"
+
+
+def test_an_io_error_of_the_check_blames_no_node(tmp_path: Path) -> None:
+    """A launcher reads these facts itself before it joins a run."""
+    lost = tmp_path / "lost"
+    problem = HealthProblem(
+        machine_name(), f"its health check failed: [Errno 2] No such file or directory: '{lost}'", False
+    )
+    assert node_check.check_facts_here(composed.load(TINY), RunDir(lost)) == [problem]
+    assert node_check.check_this_node(lost, device=DeviceKind.cpu, num_devices=None).problems == (problem,)
 
 
 def test_a_wrong_option_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

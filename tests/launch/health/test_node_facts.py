@@ -57,6 +57,20 @@ def test_parse_the_output_of_nvidia_smi_dmesg_and_meminfo() -> None:
     assert node_facts.free_host_bytes("MemTotal: 9 kB\nMemAvailable:     4 kB\n") == 4096
 
 
+def test_a_sick_gpu_is_a_fault_of_its_node() -> None:
+    """nvidia-smi prints texts in place of numbers. Some of them say only that there is no such number."""
+    table = "0, 80000, 81559, 0\n1, [Unknown Error], [Unknown Error], [Unknown Error]\n[GPU is lost], 1, 1, [N/A]\n"
+    devices = node_facts.parse_devices(table)
+    assert [device.index for device in devices] == [0, 1, 2]
+    assert node_facts.find_faults(replace(HEALTHY, devices=devices), 3) == [
+        "GPU 1: nvidia-smi reports [Unknown Error]",
+        "GPU 2: nvidia-smi reports [GPU is lost]",
+    ]
+    shared = node_facts.parse_devices("0, [N/A], [Not Supported], N/A\n1, [Insufficient Permissions], 1, 0\n")
+    assert [device.free_bytes for device in shared] == [None, None]
+    assert node_facts.find_faults(replace(HEALTHY, devices=shared), 2) == []
+
+
 def test_expected_number_of_devices() -> None:
     def expected(*overrides: str) -> int | None:
         return node_facts.expected_num_devices(composed.load([*TINY, "launch=slurm", *overrides]))

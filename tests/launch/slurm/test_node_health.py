@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.config import compose
 from harness.config.compose import to_yaml
 from harness.core.rundir import RunDir, write_atomically
 from launch.health import gemm_check
@@ -73,6 +74,33 @@ def flip_one_bit(left: Tensor, right: Tensor) -> Tensor:
     product = left @ right
     product.view(torch.int32)[3, 4] ^= 1
     return product
+
+
+def test_a_sick_gpu_blames_its_node_and_a_lost_directory_blames_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before torch is asked for a device."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho '0, [Unknown Error], [Unknown Error], [N/A]'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    for name, value in {
+        "SLURMD_NODENAME": "n1",
+        "SLURM_LOCALID": "0",
+        "SLURM_PROCID": "0",
+        "SLURM_NTASKS": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    run = RunDir(tmp_path)
+    write_atomically(run.config, to_yaml(composed.load([*TINY, "parallel.device=cuda", "launch.nproc=1"])))
+    job_directory.slurm_folder(run).mkdir()
+    assert node_health.main([str(run.path), "60"]) == 69
+    assert capsys.readouterr().err == "harness: health: node n1: GPU 0: nvidia-smi reports [Unknown Error]\n"
+
+    problems, _ = node_health.check_all(compose.read(run.config), RunDir(tmp_path / "lost"), "n1", 0, 60.0)
+    assert [problem.blames for problem in problems] == [False]
+    assert problems[0].text.startswith("the health check failed: [Errno 2] No such file or directory: ")
 
 
 @pytest.mark.full
