@@ -56,6 +56,8 @@ class EvaluationProcess:
         self._run = run
         self._events: deque[TaskEvaluated] = deque()
         self._results: dict[str, dict[str, dict[str, float]]] = {}
+        self._is_last = False
+        """Whether the run is over, so that the process may end."""
         self._reader = Thread(target=self._read, name="evaluations", daemon=True)
         self._reader.start()
 
@@ -89,6 +91,7 @@ class EvaluationProcess:
         False if it was not evaluated.
         """
         assert self._process.stdin is not None
+        self._is_last = True
         with suppress(OSError):
             self._process.stdin.close()
         begun_s = time.monotonic()
@@ -109,6 +112,9 @@ class EvaluationProcess:
                     if isinstance(event, TaskEvaluated):
                         self._events.append(event)
                         self._record(event)
+        if not self._is_last:
+            reason = last_line(self._run.logs / EVALUATION_LOG) or "its process has ended"
+            print_warning(f"no more checkpoints are evaluated until the next start: {reason}")
 
     def _record(self, event: TaskEvaluated) -> None:
         """Write the results of a checkpoint so far; the file says that it was evaluated."""

@@ -12,6 +12,7 @@ import pytest
 from harness.config.errors import EXIT_DONE
 from harness.core.events import RunEnded
 from harness.telemetry import evaluation_process, postmortem_process
+from harness.telemetry.evaluation_process import EvaluationProcess
 from harness.telemetry.event_log import CLOSE_WAIT_S, FLUSH_WAIT_S, tail
 from harness.telemetry.event_reporter import EventReporter, longest_end_s
 from tests.analysis.postmortem import stories
@@ -49,6 +50,23 @@ def test_a_stop_request_ends_the_waits(
     printed = capsys.readouterr().err
     assert "the last checkpoint was not evaluated: still running after " in printed
     assert "a post-mortem was not written: still writing after 0.2 s" in printed
+
+
+def test_a_warning_says_that_the_evaluation_process_has_ended_before_the_run(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "stand_in.py").write_text("raise SystemExit('eval.harness: no task any')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(evaluation_process, "EVALUATION_MODULE", "stand_in")
+    run, cfg = make_run(mlflow="false", picture="false", postmortem="false")
+    cfg.eval.harness = ["any"]
+    process = EvaluationProcess.start(run, cfg.eval)
+    assert process is not None
+    process._reader.join(timeout=60)
+    assert capsys.readouterr().err == (
+        "warning: no more checkpoints are evaluated until the next start: eval.harness: no task any\n"
+    )
+    assert not process.finish(0.0)
 
 
 def test_the_longest_end_is_the_sum_of_the_waits() -> None:

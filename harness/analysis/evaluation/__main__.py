@@ -12,13 +12,14 @@ import argparse
 import os
 import shutil
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
 from harness.config import compose
-from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, StorageError
 from harness.config.schema import Config
 from harness.core.child_process import die_with, ignore_trainer_signals, lower_priority, wait_for_trainer
 from harness.core.event_json import to_json
@@ -26,6 +27,8 @@ from harness.core.rundir import RunDir
 from harness.core.stderr_lines import log_with_time
 
 POLL_S = 2.0
+LIST_AGAIN_S = 10.0
+"""Pause after the checkpoints could not be listed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,15 +47,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         die_with(options.trainer)  # a restarted trainer starts its own evaluation process, on the same device
     try:
         return evaluate_until_end(run, compose.read(run.config), events, trainer=options.trainer)
-    except ConfigError as error:
+    except (ConfigError, StorageError) as error:
         log_with_time(str(error))
         return EXIT_BAD_CONFIG
 
 
 def evaluate_until_end(run: RunDir, cfg: Config, events: IO[str], *, trainer: int | None) -> int:
-    """Evaluate checkpoints as they appear, until the trainer has ended; then the last one. A trainer that is gone
-    reads no more events, so the process ends at once."""
-    from harness.analysis.evaluation.evaluator import TEMPORARY, choose_due, evaluate_checkpoint
+    """Evaluate checkpoints as they appear, until the trainer has ended; then the last one.
+
+    A trainer that is gone reads no more events, so the process ends at once. While the storage fails, the checkpoints
+    are listed again after a pause. A checkpoint that cannot be evaluated is skipped. `ConfigError` ends the process:
+    no checkpoint can be evaluated.
+    """
+    from harness.analysis.evaluation.evaluator import TEMPORARY, NotExportedError, choose_due, evaluate_checkpoint
 
     for left in run.evaluations.glob(f"{TEMPORARY}*"):
         shutil.rmtree(left, ignore_errors=True)
@@ -61,7 +68,14 @@ def evaluate_until_end(run: RunDir, cfg: Config, events: IO[str], *, trainer: in
         is_last = trainer is None or wait_for_trainer(0)
         if trainer is not None and os.getppid() != trainer:
             return EXIT_DONE
-        due = choose_due(run, cfg.eval, is_last=is_last, given_up=given_up)
+        try:
+            due = choose_due(run, cfg.eval, is_last=is_last, given_up=given_up)
+        except OSError as error:
+            if trainer is None:
+                raise
+            log_with_time(f"the checkpoints cannot be listed: {error}")
+            time.sleep(LIST_AGAIN_S)
+            continue
         if due is not None:
             try:
                 for event in evaluate_checkpoint(run, due, cfg):
@@ -69,6 +83,8 @@ def evaluate_until_end(run: RunDir, cfg: Config, events: IO[str], *, trainer: in
                 log_with_time(f"{due.name}: evaluated")
             except ConfigError:
                 raise
+            except NotExportedError as error:
+                log_with_time(f"{due.name}: not evaluated: {error}")
             except Exception as error:  # deleted meanwhile, a dataset that cannot be loaded, a failure of the library
                 traceback.print_exc()
                 log_with_time(f"{due.name}: not evaluated: {' '.join(str(error).split())[:300]}")

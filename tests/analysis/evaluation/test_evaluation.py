@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -13,14 +15,19 @@ from tokenizers import Tokenizer
 
 from harness.analysis.dashboard.page_data import page_data
 from harness.analysis.dashboard.story import Story
+from harness.analysis.evaluation.__main__ import evaluate_until_end
 from harness.analysis.evaluation.byte_tokenizer import write_byte_tokenizer
 from harness.analysis.evaluation.evaluator import choose_due
-from harness.checkpoint import catalog
+from harness.checkpoint import catalog, integrity
 from harness.checkpoint.catalog import Health
+from harness.config import compose
+from harness.config.errors import EXIT_DONE
+from harness.config.schema import Config
 from harness.core import event_json
 from harness.core.event_json import from_json, to_json
 from harness.core.events import RunEnded, RunRestarted, TaskEvaluated
 from harness.core.rundir import RunDir
+from harness.telemetry.evaluation_process import EVALUATION_LOG, EvaluationProcess
 from harness.telemetry.sinks.metrics import metrics_of
 from tests.composed import load
 from tests.distributed import cases
@@ -123,6 +130,66 @@ def use_slow_library(parent: Path) -> None:
     os.environ["PYTHONPATH"] = str(parent)
 
 
+def save_damaged(run: RunDir, step: int) -> str:
+    """A checkpoint whose only file is not the one that its manifest states."""
+    path = run.checkpoints / catalog.name_of(step, 0)
+    path.mkdir(parents=True)
+    (path / "__0_0.distcp").write_bytes(b"weights")
+    integrity.write_checkpoint_manifest(
+        path,
+        integrity.Manifest(
+            step=step,
+            generation=0,
+            iteration=step,
+            tokens=step,
+            time=0.0,
+            world_size=1,
+            files=integrity.hash_files(path, ["__0_0.distcp"]),
+        ),
+    )
+    (path / "__0_0.distcp").write_bytes(b"Weights")
+    return path.name
+
+
+def prepare(directory: Path) -> tuple[RunDir, Config]:
+    cfg = load([*cases.TINY, "eval.harness=[x]"])
+    run = RunDir(directory)
+    run.path.mkdir()
+    run.config.write_text(compose.to_yaml(cfg))
+    return run, cfg
+
+
+def test_a_damaged_checkpoint_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, cfg = prepare(tmp_path / "run")
+    name = save_damaged(run, 4)
+    assert evaluate_until_end(run, cfg, io.StringIO(), trainer=None) == EXIT_DONE
+    printed = capsys.readouterr().err
+    assert f"{name}: not evaluated: " in printed
+    assert "Traceback" not in printed
+
+
+@pytest.mark.full
+def test_evaluations_go_on_after_the_storage_and_a_checkpoint_failed(tmp_path: Path) -> None:
+    """The directory of the checkpoints is on a lost mount at first."""
+    run, cfg = prepare(tmp_path / "run")
+    run.checkpoints.symlink_to(tmp_path / "mount")
+    process = EvaluationProcess.start(run, cfg.eval)
+    assert process is not None
+    log = run.logs / EVALUATION_LOG
+
+    def wait_for(text: str) -> None:
+        deadline_s = time.monotonic() + 300
+        while text not in log.read_text():
+            assert time.monotonic() < deadline_s, log.read_text()
+            time.sleep(0.05)
+
+    wait_for("the checkpoints cannot be listed: ")
+    (tmp_path / "mount").mkdir()
+    wait_for(f"{save_damaged(run, 4)}: not evaluated: ")
+    wait_for(f"{save_damaged(run, 8)}: not evaluated: ")
+    assert process.finish(300)
+
+
 @pytest.mark.full
 def test_a_run_that_waits_for_its_last_evaluation_is_not_hung(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
@@ -173,8 +240,8 @@ def test_the_newest_checkpoint_is_due_once(tmp_path: Path) -> None:
         chosen = choose_due(run, cfg, is_last=is_last, given_up=set(given_up))
         return None if chosen is None else chosen.name
 
-    def save(step: int) -> str:
-        name = catalog.name_of(step, 0)
+    def save(step: int, generation: int = 0) -> str:
+        name = catalog.name_of(step, generation)
         (run.checkpoints / name).mkdir(parents=True)
         return name
 
@@ -189,6 +256,15 @@ def test_the_newest_checkpoint_is_due_once(tmp_path: Path) -> None:
     assert due() is None, "9 steps after the last one"
     assert due(is_last=True) == second
     third = save(14)
+    assert due() == third
+    (run.evaluations / f"{third}.json").write_text("{}")
+    back = save(2, generation=1)
+    assert due() == back, "the run was rolled back by 12 steps"
+    (run.evaluations / f"{back}.json").write_text("{}")
+    close = save(11, generation=1)
+    assert due() is None, "9 steps after the last one, and before those of the steps that were undone"
+    assert due(is_last=True) == close
+    third = save(12, generation=1)
     assert due() == third
     catalog.mark(run.checkpoints / third, Health.tainted, "incident")
     assert due() is None
