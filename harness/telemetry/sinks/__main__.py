@@ -55,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.log_bytes,
             launcher_pid=launcher,
             launcher_started=start_of(launcher),
+            with_restarts=options.trainer is None,
         )
     kinds = None if options.only is None else [SinkKind(name) for name in options.only]
     return send_until_end(run, trainer, kinds, wait=options.wait)

@@ -4,7 +4,8 @@ Why: a server may be slow, down or gone, and none of that may affect training or
 How: each thread sends what its sink has not accepted yet, stores the progress, and waits a second. While the trainer
 lives, every failure is retried with growing pauses. Once the trainer is gone, the rest is sent with one attempt; alerts
 are tried for `PATIENCE_S` more, because nobody else tells of the crash, unless the run is started again. A lock per
-sink keeps two processes from sending one run to the same target; the thread of a restarted run waits for it.
+sink keeps two processes from sending one run to the same target; the thread of a restarted run waits for it, and then
+sends the events of its own start.
 Left out: the sinks share a process, so a crash of the interpreter ends all of them. Their progress is on disk.
 """
 
@@ -22,7 +23,7 @@ from harness.config.telemetry import TelemetryConfig
 from harness.core.events import RunEnded
 from harness.core.locking.file_lock import exclusive
 from harness.core.rundir import RunDir
-from harness.telemetry.event_log import log_size
+from harness.telemetry.event_log import Chunk, log_size, read_chunk
 from harness.telemetry.sinks.log_tail import LogTail
 from harness.telemetry.sinks.sink import BadSinkError, Sink, SinkKind, enabled_sinks, read_telemetry
 from harness.telemetry.sinks.sink_log import EXIT_NOT_SENT, first_line, log
@@ -170,7 +171,7 @@ class SinkFeeder:
                 sink = sink or build_sink(self._kind, self._run, self._cfg, self._trainer)
                 self._send_rest(sink)
                 if is_over or self._has_sent_end(sink):
-                    sink.end(has_ended=isinstance(last_event(self._run), RunEnded))
+                    sink.end(has_ended=self._has_ended())
                     return EXIT_DONE
                 num_failures = 0
             except (BadSinkError, ConfigError) as error:
@@ -190,7 +191,7 @@ class SinkFeeder:
     def _send_rest(self, sink: Sink) -> None:
         """Send what the sink has not accepted yet."""
         sink.connect()
-        while chunk := self._tail.read(sink.state.offset):
+        while chunk := self._read(sink.state.offset):
             sink.send(chunk)
             sink.state.offset = chunk.end
             sink.save()
@@ -202,10 +203,23 @@ class SinkFeeder:
             sink.save()
         sink.poll()
 
+    def _read(self, offset: int) -> Chunk | None:
+        """The events from byte `offset` on, without those of a later start; None if there are none yet."""
+        chunk = self._tail.read(offset)
+        end = None if self._trainer is None else self._trainer.end_bytes(self._run)
+        if chunk is None or end is None or chunk.end <= end:
+            return chunk
+        return read_chunk(self._run.events, offset, end) if offset < end else None
+
+    def _has_ended(self) -> bool:
+        """Whether the log says how the run, or this start of it, has ended."""
+        if self._trainer is None:
+            return isinstance(last_event(self._run), RunEnded)
+        return self._trainer.has_ended(self._run)
+
     def _has_sent_end(self, sink: Sink) -> bool:
         """Whether the `run_ended` event of this start was sent."""
-        assert self._trainer is not None
-        return sink.state.offset >= log_size(self._run.events) and self._trainer.has_ended(self._run)
+        return sink.state.offset >= log_size(self._run.events) and self._has_ended()
 
 
 @contextmanager

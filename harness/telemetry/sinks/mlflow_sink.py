@@ -3,8 +3,8 @@
 A batch that is sent twice has the same timestamps, and MLflow keeps identical rows once. The MLflow run is created
 once: it carries a key that is stored before the first request, so it is found even if the reply was lost.
 MLflow's step is the iteration, which never decreases. A run ends as FINISHED (exit code 0), KILLED (75: interrupted,
-resumable) or FAILED (any other code, or no `run_ended` event). A resumed run keeps its id; changed config values become
-tags `changed.<key>`, because MLflow's params cannot be overwritten.
+resumable) or FAILED (any other code, or no `run_ended` event). A restart inside the job does not end it. A resumed run
+keeps its id; changed config values become tags `changed.<key>`, because MLflow's params cannot be overwritten.
 Left out: picture and score card are sent once, without a retry; they are in the run directory anyway.
 """
 
@@ -103,7 +103,7 @@ class MlflowSink:
         self.state.save(self._run)
 
     def end(self, *, has_ended: bool) -> None:
-        """Set the run to FAILED if the trainer is gone without a `run_ended` event."""
+        """Set the run to FAILED if the trainer is gone and the log has neither its end nor its restart."""
         if not has_ended:
             self._send_incidents()
             self._client.set_terminated(self.state.run_id, "FAILED")

@@ -69,7 +69,7 @@ class Sink(Protocol):
         """Store the progress; called after each accepted batch."""
 
     def end(self, *, has_ended: bool) -> None:
-        """The trainer is gone or done, and everything was sent. `has_ended`: its last event is `run_ended`."""
+        """The trainer is gone or done, and everything was sent. `has_ended`: the log has its end or its restart."""
 
 
 State = TypeVar("State", bound=SinkState)

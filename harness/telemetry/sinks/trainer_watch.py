@@ -1,31 +1,37 @@
-"""Follows the training process whose log is being sent: alive, done, or gone.
+"""Follows the training process whose log is being sent: alive, done, restarted, or gone.
 
-Why: after a crash the launcher, not rank 0, writes how the run ended. A sink that gave up as soon as rank 0 is gone
+Why: after a crash the launcher, not rank 0, writes how the start ended. A sink that gave up as soon as rank 0 is gone
 would miss it.
-How: the sink process is a child of rank 0 and sees at once when it becomes an orphan. It then waits for `run_ended`
-while the launcher lives, for at most `LAUNCHER_WITHIN_S`.
+How: the sink process is a child of rank 0 and sees at once when it becomes an orphan. It then waits for `run_ended` or
+`run_restarted` while the launcher lives, for at most `LAUNCHER_WITHIN_S`. The events of the next start are left to the
+sink process of that start.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import Lock
 from typing import final
 
-from harness.core.events import DrillScored, Event, RunEnded, StepRecord
+from harness.core.event_json import parse
+from harness.core.events import DrillScored, Event, RunEnded, RunRestarted, RunStarted, StepRecord
 from harness.core.locking.lease_holder import start_of
 from harness.core.rundir import RunDir
 from harness.telemetry.event_log import log_size, read_chunk, tail
 
-LAUNCHER_WITHIN_S = 10.0
-"""How long a launcher may take to log the end of a run whose rank 0 is gone."""
+LAUNCHER_WITHIN_S = 120.0
+"""How long a launcher may take to log the end or the restart of a start whose rank 0 is gone. With several machines it
+first waits until no rank is left on any of them; that takes up to a minute, and half a minute more if one is lost."""
+BOUNDARIES = tuple(f'{{"event":"{kind.name}",'.encode() for kind in (RunStarted, RunRestarted, RunEnded, DrillScored))
+"""How the lines begin that tell where a start begins and ends."""
 
 
 @final
 @dataclass(slots=True)
 class Trainer:
-    """The training process of one start."""
+    """The training process of one start. Its methods may be called from several threads."""
 
     pid: int
     log_bytes: int
@@ -33,10 +39,20 @@ class Trainer:
     launcher_pid: int = 0
     """Its parent; 0: unknown, and its end is not waited for."""
     launcher_started: int | None = None
+    with_restarts: bool = False
+    """The launcher sends what is left of all its starts, so a restart ends nothing."""
     _gone_s: float | None = None
     """When it was first seen to be gone, by the monotonic clock."""
-    _last_read: tuple[int, bool] = (-1, False)
-    """Size of the log when its last event was read, and whether that was `run_ended`."""
+    _lock: Lock = field(default_factory=Lock)
+    """Guards the fields below."""
+    _scanned_bytes: int = -1
+    """The log was searched up to this byte; -1: not yet."""
+    _has_started: bool = False
+    """Its `run_started` was found."""
+    _has_ended: bool = False
+    """The last line that was searched is `run_ended`."""
+    _end_bytes: int | None = None
+    """Where the log of this start ends because another start follows."""
 
     def is_alive(self) -> bool:
         """Whether the trainer lives. Call in its child process: an orphan gets another parent at once."""
@@ -63,11 +79,47 @@ class Trainer:
         return chunk is not None and any(isinstance(event, StepRecord) for event in chunk.events)
 
     def has_ended(self, run: RunDir) -> bool:
-        """Whether the log holds the `run_ended` event of this start."""
-        size_bytes = log_size(run.events)
-        if size_bytes != self._last_read[0]:
-            self._last_read = (size_bytes, size_bytes > self.log_bytes and isinstance(last_event(run), RunEnded))
-        return self._last_read[1]
+        """Whether the log says that this start has ended: by `run_ended`, or because another start follows."""
+        with self._lock:
+            self._scan(run)
+            return self._has_ended or self._end_bytes is not None
+
+    def end_bytes(self, run: RunDir) -> int | None:
+        """The byte after the last event of this start if another start follows; None if the log ends with this one."""
+        with self._lock:
+            self._scan(run)
+            return self._end_bytes
+
+    def _scan(self, run: RunDir) -> None:
+        """Search the part of the log that is new. Each byte is read once."""
+        place = max(self._scanned_bytes, self.log_bytes)
+        if self._end_bytes is not None or log_size(run.events) <= place:
+            return
+        with run.events.open("rb") as file:
+            file.seek(place)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._end_bytes = self._observe(line, place)
+                place += len(line)
+                if self._end_bytes is not None:
+                    break
+        self._scanned_bytes = place
+
+    def _observe(self, line: bytes, start_bytes: int) -> int | None:
+        """Where the log of this start ends, if this line shows it."""
+        event = next(parse(line.decode(errors="replace")), None) if line.startswith(BOUNDARIES) else None
+        match event:
+            case RunStarted() if self._has_started and not self.with_restarts:
+                return start_bytes
+            case RunRestarted() if not self.with_restarts:
+                return start_bytes + len(line)
+            case DrillScored():
+                pass
+            case _:
+                self._has_started = self._has_started or isinstance(event, RunStarted)
+                self._has_ended = isinstance(event, RunEnded)
+        return None
 
 
 def last_event(run: RunDir) -> Event | None:

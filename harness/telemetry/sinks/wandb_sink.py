@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from harness.config.compose import flat
+from harness.config.errors import EXIT_CRASHED, EXIT_DONE
 from harness.config.telemetry import WandbConfig, WandbMode
 from harness.core.credentials import without_credentials
-from harness.core.events import Event, Incident, RunEnded, SystemSampled
+from harness.core.events import Event, Incident, RunEnded, RunRestarted, SystemSampled
 from harness.core.rundir import RunDir
 from harness.telemetry.event_log import Chunk
 from harness.telemetry.sinks.metrics import metrics_of
@@ -46,7 +47,7 @@ class WandbSink:
         self._run, self._cfg = run, cfg
         self.state = load_sink_state(run, SinkKind.wandb, WandbState)
         self._wandb_run: Any = None
-        self._exit_code = 1
+        self._exit_code = EXIT_CRASHED
 
     def connect(self) -> None:
         if self._wandb_run is not None:
@@ -99,6 +100,8 @@ class WandbSink:
                 case RunEnded():
                     self._exit_code = event.exit_code
                     self._wandb_run.summary["run_ended"] = event.reason
+                case RunRestarted():
+                    self._exit_code = EXIT_DONE  # the next start resumes the W&B run
                 case _:
                     pass
         self.state.num_samples = 0
@@ -117,7 +120,7 @@ class WandbSink:
     def end(self, *, has_ended: bool) -> None:
         import wandb
 
-        self._wandb_run.finish(exit_code=self._exit_code if has_ended else 1)
+        self._wandb_run.finish(exit_code=self._exit_code if has_ended else EXIT_CRASHED)
         self._wandb_run = None
         wandb.teardown()  # waits for W&B's process: `finish` may return before the last rows are in its file
 

@@ -8,6 +8,7 @@ import signal
 import time
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from harness.core.rundir import RunDir
 from harness.telemetry import heartbeat
 from harness.telemetry.sinks.prometheus_sink import target_file
 from harness.telemetry.sinks.sink import SinkKind, progress_file
+from harness.telemetry.sinks.sink_process import SINK_MODULE
 from tests.distributed import cases
 from tests.forks import Launched
 from tests.telemetry.sinks.wandb_reader import read_back
@@ -119,6 +121,49 @@ def test_a_hung_rank_and_the_end_of_its_run_are_alerted(tmp_path: Path) -> None:
     assert "rank 1 on" in found[0]["text"]
     assert found[1]["text"].startswith(f"[hung] failed at step {last.step} with exit code 1: rank 1 on ")
     assert found[1]["run_dir"] == str(run.path)
+
+
+@pytest.mark.usefixtures("ready_store")
+def test_a_restart_inside_the_job_is_no_failure(tmp_path: Path) -> None:
+    """The sink process of the old rank 0 says that the ranks start again; that of the new one goes on."""
+    run = RunDir(tmp_path / "runs" / "again")
+    args = overrides(tmp_path, "again", "telemetry.mlflow=true", "train.num_steps=100000")
+    with Launched("launch.cli.main", "train", *args, output=tmp_path / "output") as process:
+        wait_until(lambda: has_moved(run) and bool(status_in_mlflow(run)), "two ranks train, and MLflow has the run")
+        old = sink_processes(run)
+        assert len(old) == 1
+        beat = heartbeat.read(heartbeat.heartbeat_file(run, 1))
+        assert beat is not None
+        os.kill(beat.pid, signal.SIGKILL)
+        wait_until(lambda: not old & sink_processes(run), "the sink process of the old rank 0 has ended")
+        assert [alert["kind"] for alert in alerts(tmp_path / "alerts")] == ["restarted"]
+        assert status_in_mlflow(run) == "RUNNING"
+        (run.path / "STOP").touch()
+        assert process.wait(timeout=120) == 75, process.stderr
+    assert [alert["kind"] for alert in alerts(tmp_path / "alerts")] == ["restarted", "stopped"]
+    assert status_in_mlflow(run) == "KILLED"
+
+
+def status_in_mlflow(run: RunDir) -> str:
+    """Status of the run in the default store; empty while it has none."""
+    from mlflow.tracking import MlflowClient
+
+    run_id = json.loads(run.mlflow.read_text())["run_id"] if run.mlflow.exists() else None
+    if run_id is None:
+        return ""
+    client = MlflowClient(tracking_uri=f"sqlite:///{run.path.parent}/mlflow.db")
+    return str(client.get_run(run_id).info.status)
+
+
+def sink_processes(run: RunDir) -> set[str]:
+    """Process ids of the sink processes of a run."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            command = path.read_bytes().split(b"\0")
+            if SINK_MODULE.encode() in command and str(run.path).encode() in command:
+                found.add(path.parent.name)
+    return found
 
 
 def has_moved(run: RunDir) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from threading import Event as Flag
 from threading import Thread
 from typing import Any, cast
@@ -14,7 +15,7 @@ import pytest
 from harness.config.errors import ConfigError
 from harness.config.schema import Config
 from harness.core.event_json import to_json
-from harness.core.events import Event, RunEnded, StepRecord, SystemSampled
+from harness.core.events import Event, RunEnded, RunRestarted, RunStarted, StepRecord, SystemSampled
 from harness.core.locking.lease_holder import start_of
 from harness.core.rundir import RunDir
 from harness.telemetry.event_log import Chunk
@@ -148,6 +149,56 @@ def test_the_end_that_the_launcher_logs_after_a_crash_is_awaited(
     use(mlflow=silent)
     assert send_until_end(run, Trainer(-1, run.events.stat().st_size, **launcher), [SinkKind.mlflow]) == 0
     assert silent.has_ended is False, "a launcher that logs nothing is not awaited for ever"
+
+
+def restart(iteration: int) -> RunRestarted:
+    return RunRestarted(time=1.0, iteration=iteration, step=iteration, number=1, reason="rank 1 was killed by SIGKILL")
+
+
+@pytest.mark.parametrize("is_logged", [True, False], ids=["by the launcher", "by torchrun"])
+def test_a_restart_ends_the_sinks_of_the_old_start_before_the_events_of_the_new(
+    make_run: MakeRun, make_step: MakeStep, started: RunStarted, use: Callable[..., None], is_logged: bool
+) -> None:
+    run, _ = make_run()
+    append(run, started, make_step(0), restart(0))
+    log_bytes = run.events.stat().st_size
+    trainer = Trainer(-1, log_bytes, launcher_pid=os.getpid(), launcher_started=start_of(os.getpid()))
+    append(run, started, make_step(1))
+    assert not trainer.is_over(run), "the restart before this start says nothing about it"
+    append(run, *[restart(1)] * is_logged, replace(started, iteration=2), make_step(2))
+    old = ListSink()
+    use(mlflow=old)
+    assert send_until_end(run, trainer, [SinkKind.mlflow]) == 0
+    assert old.iterations == [0, 0, 0, 0, 1, *[1] * is_logged]
+    assert old.has_ended is True, "the run trains on: it has not failed"
+    assert trainer.end_bytes(run) == old.state.offset
+    new = ListSink()
+    new.state.offset = old.state.offset
+    use(mlflow=new)
+    assert send_until_end(run, Trainer(-1, old.state.offset), [SinkKind.mlflow]) == 0
+    assert (new.iterations, new.has_ended) == ([2, 2], False), "the new start is gone without an end"
+
+
+def test_the_launcher_sends_all_its_starts(
+    make_run: MakeRun, make_step: MakeStep, started: RunStarted, ended: RunEnded, use: Callable[..., None]
+) -> None:
+    run, _ = make_run()
+    append(run, started, make_step(0), restart(0), started, make_step(1), ended)
+    sink = ListSink()
+    use(mlflow=sink)
+    assert send_until_end(run, Trainer(-1, 0, with_restarts=True), [SinkKind.mlflow]) == 0
+    assert (sink.iterations, sink.has_ended) == ([0, 0, 0, 0, 1, 100], True)
+
+
+def test_a_run_ended_event_of_an_earlier_start_is_not_the_end_of_this_one(
+    make_run: MakeRun, ended: RunEnded, use: Callable[..., None]
+) -> None:
+    run, _ = make_run()
+    append(run, ended)
+    sink = ListSink()
+    use(mlflow=sink)
+    assert send_until_end(run, Trainer(-1, run.events.stat().st_size), [SinkKind.mlflow]) == 0
+    assert sink.has_ended is False
 
 
 def test_pauses_grow_to_a_limit() -> None:

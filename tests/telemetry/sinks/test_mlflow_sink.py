@@ -19,7 +19,16 @@ import yaml
 
 from harness.config.errors import EXIT_INTERRUPTED
 from harness.config.schema import Config
-from harness.core.events import DrillScored, EvalRecord, Event, Incident, RunEnded, RunStarted, StepRecord
+from harness.core.events import (
+    DrillScored,
+    EvalRecord,
+    Event,
+    Incident,
+    RunEnded,
+    RunRestarted,
+    RunStarted,
+    StepRecord,
+)
 from harness.core.locking.file_lock import exclusive
 from harness.core.rundir import RunDir
 from harness.telemetry.event_log import EventLog
@@ -161,6 +170,17 @@ def test_a_resumed_run_keeps_its_id(
     client, third = read_stored(cfg, run)
     assert third.info.status == "FAILED"
     assert [row[0] for row in history(client, third, "loss")] == [0, 1]
+
+
+def test_a_run_that_restarts_inside_its_job_goes_on(
+    make_run: MakeRun, make_step: MakeStep, started: RunStarted
+) -> None:
+    run, cfg = make_run()
+    reason = "rank 1 on n1 was killed by SIGKILL"
+    append(run, started, make_step(0), RunRestarted(time=started.time, iteration=0, step=1, number=1, reason=reason))
+    assert send_until_end(run, Trainer(-1, 0)) == 0
+    _, seen = read_stored(cfg, run)
+    assert (seen.info.status, seen.info.end_time) == ("RUNNING", None)
 
 
 def test_a_batch_sent_twice_is_stored_once(make_run: MakeRun, make_step: MakeStep, ended: RunEnded) -> None:

@@ -10,15 +10,16 @@ import pytest
 
 from harness.config.schema import Config
 from harness.core.event_json import to_json
-from harness.core.events import Incident, RunEnded, RunStarted, StepRecord, SystemSampled
+from harness.core.events import Incident, RunEnded, RunRestarted, RunStarted, StepRecord, SystemSampled
 from harness.core.rundir import RunDir
 from harness.telemetry.event_log import read_chunk
 from harness.telemetry.sinks import wandb_sink
 from harness.telemetry.sinks.feeder import send_until_end
 from harness.telemetry.sinks.sink import SinkKind, progress_file
+from harness.telemetry.sinks.trainer_watch import Trainer
 from harness.telemetry.sinks.wandb_sink import WandbSink
 from harness.telemetry.system_sampler import system_file
-from tests.telemetry.sinks.wandb_reader import read_back
+from tests.telemetry.sinks.wandb_reader import exit_codes, read_back
 
 pytest.importorskip("wandb", reason="the extra `wandb` is not installed")
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -64,6 +65,17 @@ def test_a_run_is_in_the_files_of_wandb(
     rows, ids, _ = read_back(run)
     assert [row["iteration"] for row in rows if "loss" in row] == list(range(21)), "the next start sends only its own"
     assert len(set(ids)) == 1
+
+
+def test_a_restart_inside_the_job_is_no_failure(make_run: MakeRun, make_step: MakeStep, started: RunStarted) -> None:
+    run, _ = make_run(**ON)
+    reason = "rank 1 on n1 was killed by SIGKILL"
+    append(run, started, make_step(0), RunRestarted(time=started.time, iteration=0, step=1, number=1, reason=reason))
+    assert send_until_end(run, Trainer(-1, 0)) == 0
+    assert exit_codes(run) == [0]
+    append(run, started, make_step(1))
+    assert send_until_end(run, Trainer(-1, json.loads(progress_file(run, SinkKind.wandb).read_text())["offset"])) == 0
+    assert sorted(exit_codes(run)) == [0, 1], "the second start is gone without an end"
 
 
 def test_a_batch_sent_twice_is_stored_once(make_run: MakeRun, make_step: MakeStep) -> None:

@@ -35,6 +35,14 @@ def read_records(content: bytes) -> Iterator[bytes]:
             record = b""
 
 
+def exit_codes(run: RunDir) -> list[int]:
+    """How each start of the run has ended."""
+    record_type: Any = import_module("wandb.proto.wandb_internal_pb2").Record
+    paths = sorted(run.path.glob("wandb/offline-run-*/*.wandb"))
+    records = [record_type.FromString(data) for path in paths for data in read_records(path.read_bytes())]
+    return [record.exit.exit_code for record in records if record.WhichOneof("record_type") == "exit"]
+
+
 def read_back(run: RunDir) -> tuple[list[dict[str, Any]], list[str], dict[str, Any]]:
     """The rows, the ids of the W&B runs and the summary, from all files that W&B wrote."""
     record_type: Any = import_module("wandb.proto.wandb_internal_pb2").Record
