@@ -29,7 +29,7 @@ from harness.config.errors import EXIT_HALTED
 from harness.core.events import Action, ActionKind, Outcome
 from harness.core.state import RunState
 from harness.data.order.ledger import return_points
-from harness.distributed.collectives import gather_results, run_on_rank_zero
+from harness.distributed.collectives import gather_results
 from harness.run import Ending, Run
 from harness.sentinel.policy.policy_state import RESTORES
 from harness.step import evaluate, held_out_mean
@@ -221,7 +221,7 @@ def rewind(action: Action, parts: Parts) -> Restored | None:
 
 def roll_back(action: Action, parts: Parts, *, root: Path) -> Restored | None:
     """Restore the newest good checkpoint from before the onset that passes verification."""
-    taken = dict(run_on_rank_zero(lambda: rollback_candidates(action, parts)))
+    taken = dict(rollback_candidates(action, parts))
     begun: list[str] = []
 
     def begin(name: str) -> None:
@@ -251,7 +251,7 @@ def roll_back(action: Action, parts: Parts, *, root: Path) -> Restored | None:
 
 
 def rollback_candidates(action: Action, parts: Parts) -> list[tuple[str, int]]:
-    """List the checkpoints that a rollback may restore, newest first; on rank 0.
+    """List the checkpoints that a rollback may restore, newest first; collective.
 
     An operator's rollback may also use a checkpoint that is not proven good yet.
     """

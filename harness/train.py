@@ -262,7 +262,8 @@ def finish_run(run: Run, ending: Ending) -> Ending:
     """Save a last checkpoint, and log who asked for the stop. A halted run saves nothing: its state may be damaged."""
     if ending.is_halt:
         run.parts.ring.end_sharing()
-        run.parts.checkpoints.finish()
+        with run.heartbeat.during(Phase.save):
+            run.parts.checkpoints.finish()
         for event in run.parts.checkpoints.drain_events():
             run.reporter.emit_event(event)
         return ending

@@ -121,7 +121,8 @@ def trial_obstacle(run: Run, num_steps: int) -> str:
 def begin_trial(run: Run) -> TrialStart:
     """Snapshot the state, with every save finished, so that all ranks have the same free slots."""
     parts, state = run.parts, run.state
-    parts.checkpoints.finish()
+    with run.heartbeat.during(Phase.save):
+        parts.checkpoints.finish_saves()
     slot = parts.ring.hold_snapshot(state, sentinel=parts.sentinel.memory())
     loss = held_out_mean(parts)
     assert loss is not None, "trial_obstacle comes first"

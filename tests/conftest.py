@@ -46,6 +46,7 @@ LONGEST_FIRST = (
     "test_infrastructure",
     "test_stop_and_resume",
     "test_manager",
+    "test_slow_writer",
     "test_store",
     "test_start",
     "test_in_a_run",

@@ -2,8 +2,10 @@
 
 How: all ranks call it at the same iterations with the same arguments, so no communication is needed to agree. A save is
 a snapshot that the writer thread writes once the step report of the same iteration has arrived. The loop waits for it
-only if the next save is due before the write has finished. Only rank 0 marks and deletes checkpoints. A checkpoint is
-good once `good_after_steps` clean steps in a row have followed it. A state with non-finite values is never written.
+only if the next save is due before the write has finished. Only rank 0 marks and deletes checkpoints, in a second thread. The loop
+does not wait for that thread, because the other ranks would wait for rank 0 in a collective; the next write does. A
+rollback waits for both threads, in short collectives. A checkpoint is good once `good_after_steps` clean steps in a row
+have followed it. A state with non-finite values is never written.
 A failed write loses that checkpoint and emits `CheckpointFailed`; training continues and the next save tries again.
 A checkpoint that cannot be read is neither tainted nor deleted, and while there is one, no other is deleted.
 """
@@ -16,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 from typing import Any, final
 
 from harness.checkpoint import catalog, integrity, saver
@@ -30,8 +33,11 @@ from harness.config.errors import StorageError
 from harness.config.schema import Config
 from harness.core.events import CheckpointFailed, CheckpointJudged, CheckpointSaved, Event, ReducedRecord
 from harness.core.state import RunState
-from harness.distributed.collectives import gather_results, run_on_rank_zero
+from harness.distributed.collectives import all_reduce_min, gather_results, run_on_rank_zero
 from harness.distributed.world import World
+
+POLL_S = 5.0
+"""Longest wait for a thread between two collectives."""
 
 
 @final
@@ -42,6 +48,7 @@ class CheckpointManager:
         self._rank0_retry_s = min(self.retry_s, cfg.parallel.timeout_s / 2)
         """Longest retry on rank 0 while the other ranks wait in a collective: at most half of the collective
         timeout."""
+        self._poll_s = min(POLL_S, cfg.parallel.timeout_s / 4)
         self._plan_cache = saver.SavePlanCache()
         self._iterations: dict[str, int] = {}
         """Directory name -> iteration of the state, for checkpoints saved or read by this process."""
@@ -50,6 +57,11 @@ class CheckpointManager:
         self._ring = ring
         self._world = world
         self._writer: WriterThread[Event] = WriterThread()
+        """Saves, on all ranks alike."""
+        self._keeper: WriterThread[Event] = WriterThread("checkpoint marks and deletions")
+        """Marks and deletes; idle on all ranks but rank 0."""
+        self._directory_lock = Lock()
+        """Held by a job of either thread: a deletion must not hit a checkpoint that is published meanwhile."""
         self._events: list[Event] = []
         self._on_disk: set[str] = set()
         self._queued: Slot | None = None
@@ -63,7 +75,7 @@ class CheckpointManager:
         self._candidates: dict[str, int] = {}
         """Directory name -> iteration, of checkpoints not yet known to be good."""
         self._unmarked: deque[tuple[str, int]] = deque()
-        """(name, iteration) of good checkpoints whose health file could not be written; filled by the writer thread."""
+        """(name, iteration) of good checkpoints whose health file could not be written; filled by the keeper thread."""
         self._last_unclean = 0
         """The last iteration that was rejected or suspect, or the last one before a resume or a restore."""
 
@@ -150,12 +162,16 @@ class CheckpointManager:
         self._save_requested = True
 
     def rollback_targets(self, *, before: float = math.inf, until_step: float = math.inf) -> list[tuple[str, int]]:
-        """(name, iteration) of checkpoints to roll back to, newest first; on rank 0.
+        """(name, iteration) of checkpoints to roll back to, newest first; collective. Waits for the current write.
 
         Without `until_step` only good checkpoints qualify. An operator who names a step also gets candidates, never
         tainted ones. A checkpoint that stays unreadable for `checkpoint.retry_s` seconds is left out.
         """
-        self._finish_writing()
+        self._finish_on_all_ranks()
+        return run_on_rank_zero(lambda: self._find_targets(before=before, until_step=until_step))
+
+    def _find_targets(self, *, before: float, until_step: float) -> list[tuple[str, int]]:
+        """On rank 0."""
         allowed = {Health.good} if until_step == math.inf else {Health.good, Health.candidate}
 
         def find(*, strict: bool) -> list[tuple[str, int]]:
@@ -179,7 +195,7 @@ class CheckpointManager:
         The marks are on disk when this returns, so a run killed now does not resume from an abandoned state. Raises
         `OSError` on all ranks if that fails; nothing else has changed then.
         """
-        self._finish_writing()
+        self._finish_on_all_ranks()
         gather_results(lambda: self._taint(iteration, reason) if self._world.is_first else None)
 
     def discard_after(self, iteration: int) -> None:
@@ -223,49 +239,69 @@ class CheckpointManager:
             yield self._events.pop(0)
 
     def save_last(self, state: RunState, *, is_done: bool, remembered: Callable[[], dict[str, Any]] = dict) -> bool:
-        """Save the last state of the run and wait for the write; False if it failed. All reports must be processed.
+        """Save the last state of the run and wait for the write; False if it failed; collective. All reports must be
+        processed.
 
         The last state of a finished run is good if `good_after_steps` clean steps preceded it, because none follow.
         """
         assert self._queued is None, "every report was processed"
         name = catalog.name_of(state.step, state.generation)
-        self._finish_writing()
+        self.finish_saves()
         if name not in self._on_disk:
             slot = self._snapshot_to_save(state)
             slot.complete(step=state.step, refused_in_row=state.refused_in_row, sentinel=remembered())
             self._write(slot)
-            self._finish_writing()
+            self.finish_saves()
         num_clean = state.iteration - self._last_unclean
         if is_done and num_clean >= self._cfg.good_after_steps and name in self._candidates:
             self._submit_good_mark(name, f"{num_clean} clean steps led up to the end of the run")
-            self._finish_writing()
+        self._finish_on_all_ranks()
         return name in self._on_disk
 
+    def finish_saves(self) -> None:
+        """Wait for the current write, so that all ranks have the same free slots."""
+        self._writer.wait()
+        self._collect_events()
+
     def finish(self) -> None:
-        """Wait for the current write. A process that exits during a write aborts it, whatever its exit code."""
-        self._finish_writing()
+        """Wait for the current write, and on rank 0 for marks and deletions.
+
+        A process that exits during a write aborts it, whatever its exit code.
+        """
+        self._wait()
+        self._collect_events()
+
+    def _finish_on_all_ranks(self) -> None:
+        """As `finish`, until all ranks are done; collective.
+
+        It calls one short collective after the other, because a disk may take longer than `parallel.timeout_s`.
+        """
+        while not all_reduce_min(int(self._wait(within_s=self._poll_s))):
+            pass
+        self._collect_events()
+
+    def _wait(self, within_s: float | None = None) -> bool:
+        """Wait for both threads; False if one is not done after `within_s`. A save submits a deletion at its end."""
+        return self._writer.wait(within_s) and self._keeper.wait(within_s)
 
     def close(self) -> None:
         self._writer.close()
+        self._keeper.close()
 
     def _snapshot_to_save(self, state: RunState) -> Slot:
         begun_s = time.monotonic()
-        self._finish_writing()
+        self.finish_saves()
         slot = self._ring.take_snapshot(state)
         slot.is_saving = True
         self._next_save_s = time.monotonic() + self._interval_s
         self._blocked_s = time.monotonic() - begun_s
         return slot
 
-    def _finish_writing(self) -> None:
-        self._writer.wait()
-        self._collect_events()
-
     def _collect_events(self) -> None:
         while self._unmarked:
             name, iteration = self._unmarked.popleft()
             self._candidates[name] = iteration
-        for event in self._writer.drain_events():
+        for event in [*self._writer.drain_events(), *self._keeper.drain_events()]:
             self._events.append(event)
             if isinstance(event, CheckpointSaved):
                 self._on_disk.add(event.directory)
@@ -280,19 +316,28 @@ class CheckpointManager:
         self._writer.submit(lambda: [self._save(slot, blocked_s)])
 
     def _save(self, slot: Slot, blocked_s: float) -> Event:
-        """Runs in the writer thread, on every rank."""
-        begun_s, state = time.monotonic(), slot.state
+        """Runs in the writer thread, on every rank. It ends on all ranks together, so that none waits for it alone."""
+        state, group = slot.state, self._world.background_group
         try:
-            if not all(gather_results(lambda: slot.is_finite, self._world.background_group)):
+            if not all(gather_results(lambda: slot.is_finite, group)):
                 return _failure_event(state, "weights or moments are not finite")
-            written = saver.write(
-                self._root, slot.sharded, state, world=self._world, rollback=self._rollback, plan_cache=self._plan_cache
-            )
+            with self._directory_lock:
+                begun_s = time.monotonic()
+                written = saver.write(
+                    self._root,
+                    slot.sharded,
+                    state,
+                    world=self._world,
+                    rollback=self._rollback,
+                    plan_cache=self._plan_cache,
+                )
         except OSError as error:
+            gather_results(lambda: None, group)  # rank 0 has deleted what was written
             return _failure_event(state, " ".join(str(error).split()))
         finally:
             slot.is_saving = False
-        self._prune()
+        if self._world.is_first:
+            self._keeper.submit(self._prune)
         return CheckpointSaved(
             time=time.time(),
             iteration=state.iteration,
@@ -313,13 +358,14 @@ class CheckpointManager:
     def _submit_good_mark(self, name: str, reason: str) -> None:
         iteration = self._candidates.pop(name)
         if self._world.is_first:
-            self._writer.submit(lambda: self._mark_good(name, iteration, reason))
+            self._keeper.submit(lambda: self._mark_good(name, iteration, reason))
 
     def _mark_good(self, name: str, iteration: int, reason: str) -> list[Event]:
-        """Runs in the writer thread. A checkpoint deleted meanwhile needs no mark; after an I/O error it becomes a
+        """Runs in the keeper thread. A checkpoint deleted meanwhile needs no mark; after an I/O error it becomes a
         candidate again."""
         try:
-            catalog.mark(self._root / name, Health.good, reason)
+            with self._directory_lock:
+                catalog.mark(self._root / name, Health.good, reason)
         except FileNotFoundError:
             return []
         except OSError:
@@ -330,12 +376,10 @@ class CheckpointManager:
             CheckpointJudged(time=time.time(), iteration=iteration, directory=name, health=Health.good, reason=reason)
         ]
 
-    def _prune(self) -> None:
-        """Delete checkpoints that retention does not keep; runs in the writer thread. I/O errors are ignored: the next
+    def _prune(self) -> list[Event]:
+        """Delete checkpoints that retention does not keep; runs in the keeper thread. I/O errors are ignored: the next
         save tries again."""
-        if not self._world.is_first:
-            return
-        with suppress(StorageError):
+        with self._directory_lock, suppress(StorageError):
             for checkpoint in catalog.select_for_deletion(
                 catalog.list_checkpoints(self._root),
                 keep=self._cfg.keep,
@@ -345,6 +389,7 @@ class CheckpointManager:
             ):
                 with suppress(OSError):
                     catalog.delete(checkpoint.path)
+        return []
 
 
 def _is_allowed(checkpoint: Checkpoint, allowed: set[Health], *, strict: bool) -> bool:

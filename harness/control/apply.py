@@ -32,7 +32,7 @@ from harness.control.order_checks import check_order, require_unread
 from harness.core.events import Action, ActionKind, Outcome
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
-from harness.distributed.collectives import broadcast, gather_results, run_on_rank_zero
+from harness.distributed.collectives import broadcast, gather_results
 from harness.recovery import run_action, run_actions
 from harness.run import Ending, Run
 from harness.telemetry.heartbeat import Phase
@@ -77,7 +77,8 @@ def apply_command(run: Run, command: Command, train_step: TrainStep) -> tuple[di
         if isinstance(order, Profile):
             folder = run.profiler.request(run.state, num_steps=order.num_steps, ranks=order.ranks)
             return changes_of(order, None, None) | {"folder": str(folder)}, None
-        action = action_of(order, command.reason, parts, run.state)
+        with run.heartbeat.during(Phase.restore):  # a rollback waits for the current write
+            action = action_of(order, command.reason, parts, run.state)
     except ConfigError as error:
         return {REFUSED: str(error)}, None
     except OSError as error:
@@ -118,7 +119,7 @@ def action_of(order: Order, reason: str, parts: Parts, state: RunState) -> Actio
             action.kind, action.give_back = ActionKind.include, [[first, last] for first, last in excluded]
         case Rollback():
             action.exclude = [*order.exclude]
-            targets = run_on_rank_zero(lambda: parts.checkpoints.rollback_targets(until_step=order.to_step))
+            targets = parts.checkpoints.rollback_targets(until_step=order.to_step)
             action.kind, action.onset = ActionKind.rollback, targets[0][1] + 1 if targets else 0
         case Rate():
             action.kind, action.lr_scale = ActionKind.cool, parts.sentinel.policy.lr_scale * order.factor

@@ -214,7 +214,8 @@ def going_back(directory: str, file: str, iteration: int) -> str:
             checkpoints.taint_since(iteration, "a test")
         except StorageError as error:
             outcome = str(error)
-        checkpoints._prune()
+        if world.is_first:
+            checkpoints._prune()
     checkpoints.close()
     disconnect()
     return outcome

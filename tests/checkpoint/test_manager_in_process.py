@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from collections.abc import Iterator
 from copy import deepcopy
@@ -27,6 +28,7 @@ from tests.composed import load
 COMPOSED = load(["parallel.device=cpu", "train.num_steps=100", "checkpoint.retry_s=0"])
 
 
+PATIENCE_S = 10
 MANAGERS: list[CheckpointManager] = []
 
 
@@ -255,6 +257,31 @@ def test_pruning_runs_after_a_save_and_after_a_good_mark(
     assert list(run.health) == expected
     run.steps(1)
     assert list(run.health) == ([2, 8] if good_after == 100 else [6, 8]), "6 is good now, and 4 may go"
+
+
+def test_next_write_but_not_the_loop_waits_for_a_deletion(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete, has_begun, may_end = catalog.delete, threading.Event(), threading.Event()
+
+    def delete_when_allowed(path: Path) -> bool:
+        has_begun.set()
+        assert may_end.wait(PATIENCE_S)
+        return delete(path)
+
+    run = Played(tmp_path, world, every_steps=1, keep=1, good_after_steps=100)
+    run.steps(2)
+    monkeypatch.setattr(catalog, "delete", delete_when_allowed)
+    for iteration in (3, 4):
+        assert run.issue()
+        run.report(iteration)
+        assert has_begun.wait(PATIENCE_S), "after the save of step 3"
+        assert not may_end.is_set()
+    assert not run.checkpoints._writer.wait(within_s=0.2)
+    assert list(run.health) == [1, 2, 3], "the deletion could hit a checkpoint that is published meanwhile"
+    may_end.set()
+    run.finish_saves()
+    assert list(run.health) == [1, 4]
 
 
 @pytest.mark.parametrize(
