@@ -17,9 +17,9 @@ from launch.slurm.requeue import EXIT_UNHEALTHY
 
 DESCRIPTION = """\
 Check this node: GPUs, errors of the driver, memory and disk, then GEMMs with a known result on every GPU, or on the CPU
-if there is none. Every element is compared bit for bit, and the speed of a GPU with that of the node's others.
-Links to other nodes are checked by the job (launch.slurm.health). Takes a few seconds; do not run it on a node that
-trains. Exit code 0: healthy; 69: problems, one line each.
+if there is none. CUDA_VISIBLE_DEVICES selects GPUs. Every element is compared bit for bit, and the speed of a GPU with
+that of the node's others. Links to other nodes are checked by the job (launch.slurm.health). Takes a few seconds; do
+not run it on a node that trains. Exit code 0: healthy; 69: problems, one line each.
 """
 
 
@@ -48,7 +48,7 @@ def build_parser() -> ArgumentParser:
     parser.add_argument("--directory", metavar="DIR", default=".", help="where runs write; default: the current one")
     kinds = [str(kind) for kind in DeviceKind]
     parser.add_argument("--device", choices=kinds, default="auto", help="what to check; default: auto, GPUs if any")
-    parser.add_argument("--gpus", metavar="N", type=int, help="number of GPUs that the node must have")
+    parser.add_argument("--gpus", metavar="N", type=int, help="number of GPUs that the node must have at least")
     parser.add_argument("--json", action="store_true", help="print everything as one line of JSON")
     return parser
 

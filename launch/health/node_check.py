@@ -21,7 +21,15 @@ from harness.config.schema import Config
 from harness.core import processes
 from harness.core.fast_imports import loading
 from harness.core.rundir import RunDir
-from launch.health.node_facts import NodeFacts, check_facts, collect_facts, expected_num_devices, machine_name
+from launch.health.node_facts import (
+    VISIBLE_DEVICES,
+    NodeFacts,
+    check_facts,
+    collect_facts,
+    machine_name,
+    num_required_devices,
+    used_device_names,
+)
 from launch.slurm.node_exclusion import HealthProblem
 
 if TYPE_CHECKING:
@@ -45,7 +53,7 @@ def check_facts_here(cfg: Config, run: RunDir) -> list[HealthProblem]:
     """Check only what the driver and the kernel report, in this process; takes no time and needs no torch."""
     node = machine_name()
     try:
-        return check_facts(node, read_facts(run.path), expected_num_devices(cfg))
+        return check_facts(node, read_facts(run.path, used_device_names(cfg)), num_required_devices(cfg))
     except OSError as error:
         return [describe_failed_check(node, error)]
 
@@ -55,11 +63,11 @@ def describe_failed_check(node: str, error: OSError) -> HealthProblem:
     return HealthProblem(node, f"its health check failed: {error}", blames=False)
 
 
-def read_facts(directory: Path) -> NodeFacts:
-    """The facts of this node, and whether it can write a file in a directory."""
+def read_facts(directory: Path, visible: str | None) -> NodeFacts:
+    """The facts of this node, and whether it can write a file in a directory; `visible` names the GPUs to look at."""
     marker = directory / f".health-{machine_name()}-{os.getpid()}"
     try:
-        return collect_facts(directory, marker)
+        return collect_facts(directory, marker, visible)
     finally:
         with suppress(OSError):
             marker.unlink(missing_ok=True)
@@ -68,11 +76,12 @@ def read_facts(directory: Path) -> NodeFacts:
 def check_this_node(directory: Path, *, device: DeviceKind, num_devices: int | None) -> NodeReport:
     """Check this node in this process; imports torch, and creates a CUDA context on each GPU.
 
-    `directory` is where the run writes. `num_devices` is the expected number of GPUs; None: any.
+    `directory` is where the run writes. The node needs at least `num_devices` GPUs; None: any number will do. If
+    CUDA_VISIBLE_DEVICES is set, only those are checked.
     """
     node = machine_name()
     try:
-        facts = read_facts(directory)
+        facts = read_facts(directory, os.environ.get(VISIBLE_DEVICES))
     except OSError as error:
         return NodeReport(node, (describe_failed_check(node, error),), ())
     if device is DeviceKind.cuda and not facts.devices and num_devices is None:
@@ -102,15 +111,16 @@ def check_in_process(cfg: Config, run: RunDir, *, within_s: float = CHECK_WITHIN
     caller needs neither torch nor a GPU.
     """
     node = machine_name()
-    expected = expected_num_devices(cfg)
+    required, used = num_required_devices(cfg), used_device_names(cfg)
     arguments = ["--json", "--directory", str(run.path), "--device", str(cfg.parallel.device)]
-    if expected is not None:
-        arguments += ["--gpus", str(expected)]
+    if required is not None:
+        arguments += ["--gpus", str(required)]
+    visible = {} if used is None else {VISIBLE_DEVICES: used}
     with TemporaryFile("w+", encoding="utf-8") as output, TemporaryFile("w+", encoding="utf-8") as errors:
         try:
             process = subprocess.Popen(
                 processes.command("launch.cli.main", "health", *arguments),
-                env=processes.child_environment(),
+                env=processes.child_environment() | visible,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=errors,

@@ -2,11 +2,13 @@
 
 Why: most broken nodes are visible before anything is computed.
 How: `collect_facts` asks nvidia-smi and the kernel; `check_facts` is a pure function of what they say. A problem of the
-node itself blames it. A full disk may be shared by all nodes, and blames none.
+node itself blames it. A full disk may be shared by all nodes, and blames none. A node may have more GPUs than the run
+uses: those may be occupied by others.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -38,6 +40,7 @@ NOT_REPORTED = re.compile(r"\[?(N/A|Not Supported|Insufficient Permissions|Funct
 """What nvidia-smi prints for a number that a healthy device does not have, or that this user may not read. Other texts,
 such as [Unknown Error] and [GPU requires reset], are faults."""
 MEBIBYTE = 2**20
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 def machine_name() -> str:
@@ -66,24 +69,28 @@ class NodeFacts:
     """State of one node."""
 
     devices: tuple[GpuFacts, ...]
+    """All that nvidia-smi lists."""
     xids: tuple[int, ...]
     """Errors that the driver reported within the last hour."""
     free_host_bytes: float
     free_disk_bytes: float
     is_writable: bool
     """Whether this node can write to the run directory."""
+    visible: str | None = None
+    """The GPUs that the run uses, as in CUDA_VISIBLE_DEVICES; None: all."""
 
 
 def find_faults(facts: NodeFacts, num_devices: int | None) -> list[str]:
-    """Faults of one node, each in a few words; `num_devices` is None if any number will do."""
+    """Faults of one node, each in a few words; it needs at least `num_devices` GPUs, None: any number will do."""
     faults: list[str] = []
-    if num_devices is not None and len(facts.devices) != num_devices:
+    if num_devices is not None and len(facts.devices) < num_devices:
         faults.append(f"has {len(facts.devices)} GPUs, expected {num_devices}")
     for device in facts.devices:
         if device.error:
             faults.append(f"GPU {device.index}: nvidia-smi reports {device.error}")
         if device.num_ecc_errors:
             faults.append(f"GPU {device.index} has {device.num_ecc_errors} uncorrected ECC errors")
+    for device in list_used_devices(facts):
         free_bytes, memory_bytes = device.free_bytes, device.memory_bytes
         if free_bytes is not None and memory_bytes is not None and free_bytes < MIN_FREE_FRACTION * memory_bytes:
             free, whole = free_bytes / GIGABYTE, memory_bytes / GIGABYTE
@@ -94,6 +101,15 @@ def find_faults(facts: NodeFacts, num_devices: int | None) -> list[str]:
     if not facts.is_writable:
         faults.append("the run directory cannot be written")
     return faults
+
+
+def list_used_devices(facts: NodeFacts) -> Sequence[GpuFacts]:
+    """The GPUs that the run uses; all, if their names are not indices (UUIDs, MIG)."""
+    names = [name.strip() for name in facts.visible.split(",")] if facts.visible else []
+    if facts.visible is None or any(name.startswith(("GPU-", "MIG-")) for name in names):
+        return facts.devices
+    by_index = {str(device.index): device for device in facts.devices}
+    return [by_index[name] for name in names if name in by_index]
 
 
 def check_free_bytes(what: str, free_bytes: float, min_bytes: float) -> list[str]:
@@ -109,15 +125,34 @@ def check_facts(node: str, facts: NodeFacts, num_devices: int | None) -> list[He
     return own + [HealthProblem(node, text, blames=False) for text in full]
 
 
-def expected_num_devices(cfg: Config) -> int | None:
-    """None if no number was configured."""
+def num_required_devices(cfg: Config) -> int | None:
+    """How many GPUs a node must have at least; None if any number will do."""
+    is_open = cfg.parallel.device is DeviceKind.auto and cfg.launch.slurm.gpus_per_node is None  # then CPUs do as well
+    return None if is_open else num_used_devices(cfg) or None
+
+
+def num_used_devices(cfg: Config) -> int | None:
+    """How many GPUs the ranks of a node use; None: all that it has."""
     if cfg.parallel.device is DeviceKind.cpu:
-        return None
-    return cfg.launch.slurm.gpus_per_node or (cfg.launch.nproc if cfg.parallel.device is DeviceKind.cuda else None)
+        return 0
+    ranks = cfg.launch.nproc
+    return cfg.launch.slurm.gpus_per_node or (None if ranks is None else math.ceil(ranks / cfg.launch.ranks_per_gpu))
 
 
-def collect_facts(directory: Path, marker: Path) -> NodeFacts:
-    """Collect the facts of this node, and of the disk of a directory; `marker` is a file to write there."""
+def used_device_names(cfg: Config) -> str | None:
+    """The GPUs that the ranks of this node use, as in CUDA_VISIBLE_DEVICES: the first of those that it names."""
+    visible, count = os.environ.get(VISIBLE_DEVICES), num_used_devices(cfg)
+    if count is None:
+        return visible
+    names = map(str, range(count)) if visible is None else visible.split(",")[:count]
+    return ",".join(names)
+
+
+def collect_facts(directory: Path, marker: Path, visible: str | None) -> NodeFacts:
+    """Collect the facts of this node, and of the disk of a directory; `marker` is a file to write there.
+
+    `visible` names the GPUs that the run uses, as in CUDA_VISIBLE_DEVICES; None: all.
+    """
     smi = run_tool("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits")
     return NodeFacts(
         devices=parse_devices(smi),
@@ -125,6 +160,7 @@ def collect_facts(directory: Path, marker: Path) -> NodeFacts:
         free_host_bytes=free_host_bytes(Path("/proc/meminfo").read_text(encoding="utf-8")),
         free_disk_bytes=shutil.disk_usage(directory).free,
         is_writable=write_marker(marker),
+        visible=visible,
     )
 
 

@@ -29,7 +29,7 @@ from harness.config.schema import Config
 from harness.core.fast_imports import loading
 from harness.core.rundir import RunDir
 from launch.health.link_check import describe_links, judge_links, merge_reports
-from launch.health.node_facts import check_facts, collect_facts, expected_num_devices
+from launch.health.node_facts import check_facts, collect_facts, num_required_devices, used_device_names
 from launch.slurm.job_directory import slurm_folder
 from launch.slurm.node_exclusion import HealthProblem
 from launch.slurm.requeue import EXIT_UNHEALTHY
@@ -170,8 +170,8 @@ def check_all(
     """
     try:
         if local_rank == 0:
-            facts = collect_facts(run.path, slurm_folder(run) / f"health-{node}")
-            if faults := check_facts(node, facts, expected_num_devices(cfg)):
+            facts = collect_facts(run.path, slurm_folder(run) / f"health-{node}", used_device_names(cfg))
+            if faults := check_facts(node, facts, num_required_devices(cfg)):
                 return faults, False
         gemm = check_own_device(cfg.parallel, local_rank)
         if texts := gemm.list_faults():

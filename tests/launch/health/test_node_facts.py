@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 
+import pytest
+
+from harness.config.parallel import DeviceKind
 from launch.health import node_facts
 from tests import composed
 from tests.distributed.cases import TINY
@@ -71,11 +75,44 @@ def test_a_sick_gpu_is_a_fault_of_its_node() -> None:
     assert node_facts.find_faults(replace(HEALTHY, devices=shared), 2) == []
 
 
-def test_expected_number_of_devices() -> None:
-    def expected(*overrides: str) -> int | None:
-        return node_facts.expected_num_devices(composed.load([*TINY, "launch=slurm", *overrides]))
+def test_gpus_that_the_run_does_not_use_blame_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another job trains on GPUs 0 and 1 of the same node."""
+    table = "0, 9, 81559, 0\n1, 9, 81559, 0\n" + "".join(f"{n}, 81000, 81559, 0\n" for n in range(2, 8))
+    whole = replace(HEALTHY, devices=node_facts.parse_devices(table))
 
-    assert expected("launch.slurm.gpus_per_node=8") is None, "on cpu"
-    assert expected("parallel.device=auto", "launch.slurm.gpus_per_node=8", "launch.nproc=4") == 8
-    assert expected("parallel.device=auto", "launch.nproc=4") is None
-    assert expected("parallel.device=cuda", "launch.nproc=4") == 4
+    cfg = deepcopy(composed.load(TINY))
+
+    def faults(
+        visible: str | None, *, nproc: int | None = None, per_gpu: int = 1, given: int | None = None
+    ) -> list[str]:
+        cfg.launch.nproc, cfg.launch.ranks_per_gpu, cfg.launch.slurm.gpus_per_node = nproc, per_gpu, given
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        facts = replace(whole, visible=node_facts.used_device_names(cfg))
+        return [fault[:5] for fault in node_facts.find_faults(facts, node_facts.num_required_devices(cfg))]
+
+    both = ["GPU 0", "GPU 1"]
+    for cfg.parallel.device in (DeviceKind.cuda, DeviceKind.auto):
+        assert faults(None) == faults(None, nproc=4) == both
+        assert faults("2,3,4,5") == faults("2,3,4,5", nproc=4) == []
+        assert faults("2,3,0,1", nproc=2) == faults("5,0", given=1) == [], "the first ones are used"
+        assert faults("0,2", nproc=2, per_gpu=2) == ["GPU 0"]
+        assert faults("9,NoDevFiles") == []
+        assert faults("GPU-8932f937,GPU-3a3bfee5", nproc=1) == both, "names that are no indices"
+    cfg.parallel.device = DeviceKind.cuda
+    assert faults("2,3", nproc=9) == ["has 8"], "all of the node count"
+    cfg.parallel.device = DeviceKind.cpu
+    assert faults(None) == faults(None, given=8) == []
+
+
+def test_required_number_of_devices() -> None:
+    def required(*overrides: str) -> int | None:
+        return node_facts.num_required_devices(composed.load([*TINY, "launch=slurm", *overrides]))
+
+    assert required("launch.slurm.gpus_per_node=8") is None, "on cpu"
+    assert required("parallel.device=auto", "launch.slurm.gpus_per_node=8", "launch.nproc=4") == 8
+    assert required("parallel.device=auto", "launch.nproc=4") is None
+    assert required("parallel.device=cuda", "launch.nproc=4") == 4
+    assert required("parallel.device=cuda", "launch.nproc=7", "launch.ranks_per_gpu=2") == 4
+    assert required("parallel.device=cuda") is None
