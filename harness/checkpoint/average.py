@@ -25,11 +25,9 @@ from harness.checkpoint import catalog, integrity, saver, store, tensor_index
 from harness.checkpoint.catalog import Checkpoint, Health
 from harness.checkpoint.integrity import Damaged, Manifest
 from harness.checkpoint.saver import Written
-from harness.checkpoint.tensor_index import IndexedTensor, TensorIndex
+from harness.checkpoint.tensor_index import WEIGHTS, IndexedTensor, TensorIndex
 from harness.config.errors import ConfigError, require
 
-MODEL = "model."
-"""Prefix of the parameters among the tensors of a checkpoint."""
 FIXED_SECTIONS = ("model.", "precision.")
 """Config keys that must not have changed between averaged checkpoints."""
 
@@ -125,7 +123,7 @@ def common_parameters(checkpoints: Sequence[Checkpoint], indices: Sequence[Tenso
 
 
 def parameters_of(index: TensorIndex) -> dict[str, IndexedTensor]:
-    return {name: tensor for name, tensor in index.tensors.items() if name.startswith(MODEL)}
+    return {name: tensor for name, tensor in index.tensors.items() if name.startswith(WEIGHTS)}
 
 
 def describe(tensor: IndexedTensor | None) -> str:

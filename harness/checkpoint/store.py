@@ -27,7 +27,7 @@ from harness.checkpoint import catalog, integrity, tensor_index
 from harness.checkpoint.catalog import Checkpoint, Health
 from harness.checkpoint.integrity import Damaged, Manifest, OtherVersion, storage_error
 from harness.checkpoint.io_retry import IoRetry
-from harness.checkpoint.tensor_index import TensorIndex
+from harness.checkpoint.tensor_index import WEIGHTS, TensorIndex
 from harness.config.errors import ConfigError, StorageError
 from harness.core.state import RunState
 from harness.distributed.collectives import gather_results, run_on_rank_zero
@@ -172,8 +172,8 @@ def read_state(path: Path) -> RunState:
 
 
 def read_index(path: Path, shapes: Mapping[str, torch.Size]) -> TensorIndex:
-    """The tensor index of a verified checkpoint. A tensor that is missing or has another shape is a `ConfigError`: the
-    checkpoint is intact, the configuration differs."""
+    """The tensor index of a verified checkpoint. A tensor that is missing or has another shape is a `ConfigError`, and
+    so is a weight that this configuration does not have: the checkpoint is intact, the configuration differs."""
     index = tensor_index.read(path)
     saved = index.shapes
     for name, shape in shapes.items():
@@ -183,6 +183,10 @@ def read_index(path: Path, shapes: Mapping[str, torch.Size]) -> TensorIndex:
             if name not in saved and f"{name.rpartition('.')[0]}.exp_avg" in saved:
                 needed = "a checkpoint of Muon (optim.kind) has no state that AdamW could continue with"
             raise ConfigError("run.name", f"{path} {there}; {needed}")
+    unused = sorted(name for name in saved if name.startswith(WEIGHTS) and name not in shapes)
+    if unused:
+        message = f"{path} has {unused[0]}, one of {len(unused)} weights that this configuration would drop"
+        raise ConfigError("run.name", message)
     return index
 
 

@@ -35,6 +35,8 @@ from harness.checkpoint.integrity import OtherVersion, is_plain_name, storage_er
 from harness.distributed.torch_private.storage_info import StorageInfo
 
 METADATA_FILE = ".metadata"
+WEIGHTS = "model."
+"""Beginning of the names of the weights among the tensors of a checkpoint."""
 _DESCRIPTION = "torch.distributed.checkpoint.metadata"
 _MAY_BE_UNPICKLED = frozenset(
     {

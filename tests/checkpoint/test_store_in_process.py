@@ -340,6 +340,14 @@ def test_other_model_is_rejected_by_name(tmp_path: Path, world: World) -> None:
         assert str(caught.value).endswith(f"needs {list(shape)}")
 
 
+def test_a_model_that_would_drop_weights_is_rejected(tmp_path: Path, world: World) -> None:
+    """As `run.resume=changed` with fewer layers would; state of the optimizer may be dropped."""
+    path = save(tmp_path, world, 5)
+    with pytest.raises(ConfigError, match=r"has model\.weight, one of 1 weights that this configuration would drop"):
+        store.read_index(path, {"device.step": torch.Size(())})
+    store.read_index(path, {"model.weight": tensor_index.read(path).shapes["model.weight"]})
+
+
 def test_reading_tensors_needs_no_other_rank(tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """One process reads a checkpoint of many ranks; a collective would block."""
     path = save(tmp_path, world, 5)
