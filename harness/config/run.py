@@ -8,6 +8,9 @@ from enum import StrEnum
 
 from harness.config.errors import require
 
+MOST_STEPS = 100_000_000
+"""Most updates of a run: the learning rates of all of them are in a table, 4 bytes each on the device."""
+
 
 class ResumePolicy(StrEnum):
     """What happens if an existing run is started with another configuration."""
@@ -93,6 +96,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("num_steps", "batch_size", "sequence_length"):
             require(getattr(self, name) >= 1, f"train.{name}", f"must be at least 1, got {getattr(self, name)}")
+        message = f"must be at most {MOST_STEPS:,}, got {self.num_steps:,}; a start computes the learning rate of each"
+        require(self.num_steps <= MOST_STEPS, "train.num_steps", message)
         if self.micro_batch_size is not None:
             require(
                 self.micro_batch_size >= 1, "train.micro_batch_size", f"must be at least 1, got {self.micro_batch_size}"

@@ -244,7 +244,7 @@ def build_update(
             comm_stats=comm_stats,
             own_kernel=own_kernel,
         )
-    rates = torch.tensor(schedule_table(cfg, num_steps=num_steps), dtype=torch.float64) * cfg.lr
+    rates = torch.from_numpy(schedule_table(cfg, num_steps=num_steps)) * cfg.lr
     update = Update(
         adamw=adamw,
         muon=muon,

@@ -114,7 +114,7 @@ def train_plain(cfg: Config, permits: StepPermits) -> None:
         eps=cfg.optim.eps,
         fused=True,
     )
-    rates = [cfg.optim.lr * each for each in schedule_table(cfg.optim, num_steps=cfg.train.num_steps)]
+    rates = (cfg.optim.lr * schedule_table(cfg.optim, num_steps=cfg.train.num_steps)).tolist()
     batches, _ = open_data(cfg, rank=rank, world_size=world_size, device=torch.device("cpu"), ledger=Ledger())
     in_bf16 = cfg.precision.kind is PrecisionKind.bf16
     seed = world_size / (cfg.train.batch_size * cfg.train.sequence_length)  # DDP takes the mean over the ranks

@@ -201,7 +201,7 @@ class Round(NamedTuple):
 def build_sides(cfg: Config, parts: Parts, root: RunDir) -> tuple[SentinelSteps, PlainSteps]:
     """Build both sides over the same model."""
     state = RunState()
-    rates = [cfg.optim.lr * each for each in schedule_table(cfg.optim, num_steps=cfg.train.num_steps)]
+    rates = (cfg.optim.lr * schedule_table(cfg.optim, num_steps=cfg.train.num_steps)).tolist()
     with_sentinel = SentinelSteps(cfg, parts, state, root.checkpoints, build_meter(cfg, parts.world))
     return with_sentinel, PlainSteps(cfg, parts, state, rates)
 
