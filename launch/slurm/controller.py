@@ -60,7 +60,10 @@ def hostnames(expression: str) -> list[str]:
 
 
 def can_start(sbatch: Sequence[str], without: Sequence[str]) -> bool:
-    """Whether Slurm has enough nodes for a job without some of them; busy and down nodes count."""
+    """Whether Slurm has enough nodes for a job without some of them; busy and down nodes count.
+
+    `without` has to contain the user's own exclusions: sbatch ignores those of the script if it gets an option.
+    """
     command = ["sbatch", "--test-only", f"--exclude={','.join(without)}", *sbatch]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 

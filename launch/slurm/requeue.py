@@ -19,7 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO, cast, final
@@ -183,10 +183,12 @@ def record_end(
     start: int,
     unhealthy: Mapping[str, str] | None = None,
     sbatch: Sequence[str] = (),
+    user_excluded: Sequence[str] = (),
 ) -> JobEnd:
     """Decide about one end and record it; if the storage does not take the record, warn.
 
-    `sbatch` holds the arguments with which Slurm is asked whether the job could start without some nodes.
+    `sbatch` holds the arguments with which Slurm is asked whether the job could start without some nodes, and
+    `user_excluded` the nodes that the user excludes anyway.
     """
     limits, ends, now = compose.read(run.config).launch.slurm, list[JobEnd](), time.time()
     with warn_without_record(run):
@@ -207,9 +209,9 @@ def record_end(
         unhealthy=dict(unhealthy or {}),
     )
     found = choose_exclusions(list_node_faults(run, [*ends, end]), now=now, limits=limits)
-    end = replace(
-        end, excluded=tuple(limit_exclusions(found, lambda nodes: can_start(sbatch, nodes)) if sbatch else found)
-    )
+    if sbatch:
+        found = limit_exclusions(found, lambda nodes: can_start(sbatch, [*user_excluded, *nodes]))
+    end = replace(end, excluded=tuple(found))
     with warn_without_record(run):
         append_line(requeue_log(run), json.dumps(asdict(end)))
     return end
@@ -265,20 +267,36 @@ def record_missed_ends(run: RunDir, job: str, start: int) -> RestartDecision:
 def exclusion_update(present: Sequence[str], ends: Iterable[JobEnd], wanted: Iterable[NodeExclusion]) -> str:
     """The argument of `scontrol update` that excludes `wanted` and the user's own exclusions; empty for no change.
 
-    `present` are the nodes that Slurm excludes now. Those that this run has excluded or blamed are not the user's.
+    `present` are the nodes that Slurm excludes now.
     """
-    ours = {node for end in ends for node in [*end.unhealthy, *(exclusion.node for exclusion in end.excluded)]}
-    nodes = [*(node for node in present if node not in ours), *(exclusion.node for exclusion in wanted)]
+    nodes = [*list_user_excluded(present, ends), *(exclusion.node for exclusion in wanted)]
     return "" if set(nodes) == set(present) else f"ExcNodeList={','.join(nodes)}"
+
+
+def list_user_excluded(present: Sequence[str], ends: Iterable[JobEnd]) -> list[str]:
+    """The nodes that Slurm excludes because the user asked: not those that this run has excluded or blamed."""
+    ours = {node for end in ends for node in [*end.unhealthy, *(exclusion.node for exclusion in end.excluded)]}
+    return [node for node in present if node not in ours]
 
 
 def end_job(run: RunDir, job: str, start: int, exit_code: int, health_log: str, sbatch: Sequence[str]) -> JobEnd:
     """Record an end, and print what the script must update in the job before it restarts."""
     shown = show_job(job)
     job_exit = JobExit(exit_code, shown.get("JobState", ""), shown.get("Reason", ""), find_stop_request(run))
-    end = record_end(run, job_exit, job=job, start=start, unhealthy=parse_blamed_nodes(health_log), sbatch=sbatch)
+    present, before = hostnames(shown.get("ExcNodeList", "")), list[JobEnd]()
+    with suppress(StorageError):  # record_end warns of it
+        before = read_ends(run)
+    end = record_end(
+        run,
+        job_exit,
+        job=job,
+        start=start,
+        unhealthy=parse_blamed_nodes(health_log),
+        sbatch=sbatch,
+        user_excluded=list_user_excluded(present, before),
+    )
     if end.requeued:
-        print(exclusion_update(hostnames(shown.get("ExcNodeList", "")), read_ends(run), end.excluded), end="")
+        print(exclusion_update(present, [*before, end], end.excluded), end="")
     for exclusion in end.excluded:
         print(f"harness: {exclusion.render()}", file=sys.stderr)
     return end

@@ -285,6 +285,21 @@ def test_exclusions_are_limited_to_what_slurm_can_start(run: RunDir, fake_slurm_
     )
 
 
+def test_slurm_is_asked_with_the_exclusions_of_the_user(
+    run: RunDir, fake_slurm_bin: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Without n9, which the user excludes, the cluster can spare one more node but not two."""
+    (fake_slurm_bin / "scontrol").write_text(scontrol(excluded="n9"))
+    (fake_slurm_bin / "sbatch").write_text('#!/bin/sh\necho "$@" >> "$0.log"\ntest "$2" != --exclude=n9,n1,n2\n')
+    log = tmp_path / "complaints"
+    log.write_text("harness: health: node n1: broken\nharness: health: node n2: broken\n")
+    args = ["end", str(run.path), "7", "69", str(log), "script"]
+    assert [requeue.main(args), requeue.main(args)] == [0, 0]
+    assert capsys.readouterr().out == "ExcNodeList=n9,n1"
+    asked = [line.split()[1] for line in (fake_slurm_bin / "sbatch.log").read_text().splitlines()]
+    assert asked == ["--exclude=n9,n1,n2", "--exclude=n9,n1"]
+
+
 def test_update_of_the_excluded_nodes() -> None:
     ends = [replace(end(), unhealthy={"n2": "old"}), replace(end(), unhealthy={"n3": "new"})]
     third = NodeExclusion(node="n3", reason="new", num_failures=2, until=0.0)
