@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from email.message import EmailMessage
 from enum import StrEnum
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
+from typing import Any, final
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from harness.config.alerts import AlertKind, AlertsConfig
 from harness.config.errors import ConfigError, require
@@ -83,16 +83,25 @@ def resolve_webhook(reference: str) -> str:
     return url
 
 
+@final
+class NoRedirects(HTTPRedirectHandler):
+    """Follows no redirect: urllib repeats a POST as a GET without the text, and a login page would answer with 200."""
+
+    def redirect_request(self, *_: object) -> None:
+        """None: the answer is an error."""
+
+
 def post_webhook(url: str, text: str) -> None:
     """POST `{"text": ...}`; an answer other than 2xx raises."""
     body = json.dumps({"text": text}).encode()
-    request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"}, method="POST")
+    request = Request(url, data=body, headers={"Content-Type": "application/json"}, method="POST")
     try:
-        with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S):
+        with build_opener(NoRedirects).open(request, timeout=REQUEST_TIMEOUT_S):
             pass
-    except urllib.error.HTTPError as error:
+    except HTTPError as error:
         error.close()
-        raise DeliveryError(f"the webhook answered with HTTP status {error.code}") from None
+        advice = ", a redirect: give its final URL" if error.code // 100 == 3 else ""
+        raise DeliveryError(f"the webhook answered with HTTP status {error.code}{advice}") from None
     except (OSError, HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
         problem = reason.strerror if isinstance(reason, OSError) and reason.strerror else type(reason).__name__

@@ -39,6 +39,14 @@ def test_a_webhook_gets_slack_json(server: WebhookServer, monkeypatch: pytest.Mo
         post_webhook(server.url, "again")
 
 
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_no_delivery(server: WebhookServer, status: int) -> None:
+    server.status = status
+    message = f"^the webhook answered with HTTP status {status}, a redirect: give its final URL$"
+    with pytest.raises(DeliveryError, match=message):
+        post_webhook(server.url, "lost")
+
+
 def test_a_webhook_that_is_gone_is_an_error_without_its_url() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -43,6 +43,14 @@ class WebhookHandler(BaseHTTPRequestHandler):
         else:
             self.server.num_refused += 1
         self.send_response(status)
+        if 300 <= status < 400:
+            self.send_header("Location", f"{self.server.url}?login")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        """A login page, behind a redirect."""
+        self.send_response(200)
         self.send_header("Content-Length", "0")
         self.end_headers()
 
