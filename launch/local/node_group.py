@@ -7,7 +7,8 @@ or cable that is lost goes silent and counts as failed after `silent_s`. All nod
 sent, which names the cause and not its victims. Messages are JSON lines, never pickles.
 After a failure the connections stay open. Node 0 waits until every node has stopped its ranks, decides whether all
 ranks start again and which launcher runs which node (`launch.local.restart`), and sends the decision. Each start has a
-number, that of its restart; a failure of an earlier start is ignored. In an elastic run (`launch.spares`,
+number, that of its restart. The decision has the number of the next start. A failure of an earlier start is ignored. In
+an elastic run (`launch.spares`,
 `launch.min_nodes`) node 0 keeps its listener open: a launcher that joins later becomes a spare.
 The launcher that decides is the coordinator: launcher 0, and in an elastic run the next in line if that one is lost
 (`launch.local.succession`). "Node 0" in this package is the coordinator.
@@ -112,7 +113,7 @@ class NodeGroup:
     noticed: float = 0.0
     """When that failure was reported, in seconds since 1970."""
     decision: dict[str, Any] | None = None
-    """Message of node 0: what follows the failure; None until it arrives."""
+    """Message of node 0: what follows the last failure; None from that failure until the message arrives."""
     out: dict[str, str] = field(default_factory=dict)
     """Machines that the last restart left out because of their faults -> why."""
     end_code: int | None = None
@@ -179,6 +180,12 @@ class NodeGroup:
     def has_lost_coordinator(self) -> bool:
         return self.coordinator in self.lost
 
+    @property
+    def has_coordinator_ended(self) -> bool:
+        """Whether the launcher that decides has ended without an error; then there is no other decision."""
+        link = self.links.get(self.coordinator)
+        return link is not None and link.is_closed
+
     def active_links(self) -> dict[int, Link]:
         """Links to the launchers that run ranks, by number."""
         return {number: self.links[number] for number in self.roster if number in self.links}
@@ -192,6 +199,8 @@ class NodeGroup:
         with self.changed:
             if self.failure is None:
                 self.failure, self.noticed = failure, time.time()
+                if self.decision is not None and self.decision["again"]:
+                    self.decision = None  # it followed an earlier failure
                 self.send_all(failure=asdict(failure), restarts=self.restarts)
             return self.failure
 
@@ -200,13 +209,23 @@ class NodeGroup:
         for link in self.links.values():
             link.send_line(line)
 
-    def begin_restart(self, store_port: int, roster: Roster) -> None:
+    def take_decision(self, decision: dict[str, Any]) -> None:
+        """Keep what follows the last failure. If the ranks start again, this is the next start from here on: a failure
+        of it may follow at once."""
+        with self.changed:
+            self.decision, self.out = decision, decision["out"]
+            if decision["again"]:
+                self._begin_restart(decision["restarts"], decision["store_port"], unpack_roster(decision["roster"]))
+
+    def _begin_restart(self, restarts: int, store_port: int, roster: Roster) -> None:
         """Forget the failure of the last start; the ranks of the next one meet at another store."""
         with self.changed:
             for number in set(self.roster) - set(roster) & set(self.links):
                 self.links[number].problems = None  # it is used again only after another health check
-            self.restarts, self.store_port, self.roster = self.restarts + 1, store_port, roster
-            self.failure, self.began = None, time.time()
+            for link in self.links.values():
+                link.is_done = link.is_closed
+            self.restarts, self.store_port, self.roster = restarts, store_port, roster
+            self.failure, self.end_code, self.began = None, None, time.time()
             self.lost = {number: failure for number, failure in self.lost.items() if number in roster}
 
     @property
@@ -275,7 +294,7 @@ class NodeGroup:
 
     def _admit_later(self) -> None:
         """Thread of node 0: every launcher that joins after the start becomes a spare. One that has lost the last
-        coordinator knows everything, and waits for the decision."""
+        coordinator knows everything, and waits for the decision. If that was taken before it came, it is a spare."""
         assert self.listener is not None
         assert self.admit is not None
         while math.isinf(self._closing_s):
@@ -290,15 +309,22 @@ class NodeGroup:
                 with self.changed:
                     self.links = {**self.links, link.number: link}
                     self.hosts[link.number] = link.host
-                    is_new = link.stopped < 0
-                    if is_new:
-                        link.send(**self.go_message())
+                    if answer := self._answer_joined(link):
+                        link.send(**answer)
                         self.send_all(succession=self.describe_succession())
                     self._joined.append(link)
                     self.changed.notify_all()
-                if is_new:
+                if answer:
                     line = f"node {link.number} ({link.host}) has joined as a spare"
                     print(f"harness: {line}", file=sys.stderr, flush=True)
+
+    def _answer_joined(self, link: Link) -> dict[str, Any]:
+        """What makes a spare of a launcher that has joined; empty for one that will get a decision with all others."""
+        if link.stopped < 0:
+            return self.go_message()
+        self.lost.pop(link.number, None)
+        link.stopped = max(link.stopped, self.restarts)  # it has no ranks, whatever start it knows of
+        return {} if self.decision is None else {"decision": self.decision}
 
     def _listen(self) -> None:
         next_beat_s = 0.0
@@ -327,10 +353,12 @@ class NodeGroup:
         """Close a connection. One whose ranks have ended stays known, so that it does not count as lost."""
         selector.unregister(link.connection)
         link.connection.close()
-        if not link.is_done:
-            with self.changed:
+        with self.changed:
+            if link.is_done:
+                link.is_closed = True
+            else:
                 self.links = {number: other for number, other in self.links.items() if other is not link}
-                self.changed.notify_all()
+            self.changed.notify_all()
 
     def _receive(self, link: Link) -> bool:
         """Process what a node sent; returns False once it has disconnected."""
@@ -347,17 +375,14 @@ class NodeGroup:
             if "failure" in message and message["restarts"] == self.restarts:
                 self.report_failure(NodeFailure(**message["failure"]))
             if "stopped" in message:
-                link.stopped, link.is_stopping = message["stopped"], message["stopping"]
+                link.stopped, link.is_stopping = max(link.stopped, message["stopped"]), message["stopping"]
             if "problems" in message:
                 link.problems = message["problems"]
             if "succession" in message:
                 self.learn_succession(message["succession"])
                 link.host = self.hosts.get(link.number, link.host)
             if "decision" in message:
-                self.decision = message["decision"]
-                self.out = self.decision["out"]
-                if self.decision["again"]:  # here, since a failure of the next start may follow at once
-                    self.begin_restart(self.decision["store_port"], unpack_roster(self.decision["roster"]))
+                self.take_decision(message["decision"])
             link.is_done = link.is_done or "done" in message
             self.end_code = message.get("exit_code", self.end_code)
             self.changed.notify_all()
@@ -367,9 +392,12 @@ class NodeGroup:
         silent = []
         for link in self.links.values():
             silent_s = time.monotonic() - link.last_seen_s
-            if silent_s > self.silent_s and not link.is_done:
-                self.fenced_s = time.monotonic() + FENCE_S
-                self._report_lost(link, f"has been silent for {silent_s:.0f} s")
+            if link.is_closed:
+                continue
+            if silent_s > self.silent_s:
+                if not link.is_done:
+                    self.fenced_s = time.monotonic() + FENCE_S
+                    self._report_lost(link, f"has been silent for {silent_s:.0f} s")
                 silent.append(link)
             else:
                 link.send(beat=True)

@@ -25,6 +25,8 @@ class Link:
     buffer: bytes = b""
     is_done: bool = False
     """Its ranks ended without an error; it may disconnect."""
+    is_closed: bool = False
+    """It is done and has disconnected."""
     stopped: int = -1
     """The last start whose ranks have all ended on that node, by the number of its restart."""
     is_stopping: bool = False

@@ -13,9 +13,10 @@ requeue the job.
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self, final
 
@@ -29,7 +30,7 @@ from harness.telemetry.event_log import record_restart, tail
 from harness.telemetry.heartbeat import mark_restarting
 from launch.health.node_facts import machine_name
 from launch.local.elastic import Elastic
-from launch.local.node_group import NodeFailure, NodeGroup
+from launch.local.node_group import POLL_S, NodeFailure, NodeGroup
 from launch.local.rendezvous import open_store_socket
 from launch.local.roster import Roster, pack_roster
 from launch.node_record import NodeRecord, faults_of_findings
@@ -113,21 +114,26 @@ def read_reached(run: RunDir) -> Reached | None:
     return (0 if saved is None else saved[0], step)
 
 
-def agree_on_restart(group: NodeGroup, history: RestartHistory, *, stopping: bool) -> RestartDecision:
+def is_forced(stop_signals: Sequence[int]) -> bool:
+    """Whether these signals ask to kill the ranks: SIGINT or SIGTERM after another signal. SIGUSR1 never does."""
+    return sum(number != signal.SIGUSR1 for number in stop_signals) > 1
+
+
+def agree_on_restart(group: NodeGroup, history: RestartHistory, stop_signals: Sequence[int]) -> RestartDecision:
     """Decide together with all nodes whether the ranks start again; call it when those of this node are gone.
 
-    If they do, the group is ready for the next start.
+    If they do, the group is ready for the next start. `stop_signals` may grow meanwhile.
     """
     failure = group.failure
     assert failure is not None, "the ranks failed"
     while not group.is_coordinator:
-        decision = await_decision(group, stopping=stopping)
+        decision = await_decision(group, stop_signals)
         if decision is not None:
             return decision
-        if stopping or group.succeed is None or not group.succeed():
+        if stop_signals or group.succeed is None or not group.succeed():
             return RestartDecision(False, "")
-    obstacle = find_obstacle(group, history.run, stopping=stopping)
-    history.record_faults(group, stopping=stopping)
+    obstacle = find_obstacle(group, history.run, stop_signals)
+    history.record_faults(group, stopping=bool(stop_signals))
     roster = choose_next_roster(group, history)
     if roster is None and failure.cause == EndCause.lost_node and history.elastic is None:
         decision = RestartDecision(False, "")
@@ -136,11 +142,12 @@ def agree_on_restart(group: NodeGroup, history: RestartHistory, *, stopping: boo
     else:
         decision = history.decide(failure, obstacle=obstacle or ("" if roster else explain_shortage(group, history)))
     out: dict[str, str] = {}
+    number = max(group.restarts, *(link.stopped for link in group.links.values()), 0)
     if decision.again:
         assert roster is not None, "without a roster there is an obstacle"
         change = describe_change(group, roster, history)
         out = change.out
-        number = group.restarts + 1
+        number += 1
         decision = RestartDecision(True, ", ".join(filter(None, [f"restart {number}", change.text])))
         open_store_socket(group)
         clear_dead_lease(history.run.path)  # a start with one rank does not know that this launcher started it
@@ -154,21 +161,18 @@ def agree_on_restart(group: NodeGroup, history: RestartHistory, *, stopping: boo
             machines={"out": change.out, "replaced_by": change.replaced_by, "num_nodes": len(roster)},
         )
         mark_restarting(history.run, failure.line)
+    message = {
+        "again": decision.again,
+        "restarts": number,
+        "reason": decision.reason,
+        "store_port": group.store_port,
+        "roster": pack_roster(roster if decision.again and roster is not None else group.roster),
+        "exit_code": failure.exit_code,
+        "out": out,
+    }
     with group.changed:
-        if decision.again:
-            assert roster is not None
-            group.begin_restart(group.store_port, roster)
-        group.send_all(
-            decision={
-                "again": decision.again,
-                "reason": decision.reason,
-                "store_port": group.store_port,
-                "roster": pack_roster(group.roster),
-                "exit_code": failure.exit_code,
-                "out": out,
-            },
-            succession=group.describe_succession(),
-        )
+        group.take_decision(message)
+        group.send_all(decision=message, succession=group.describe_succession())
         for lost in list(group.lost.values()) if decision.again else ():
             group.report_failure(lost)  # after the choice
     return decision
@@ -222,7 +226,7 @@ def describe_change(group: NodeGroup, roster: Roster, history: RestartHistory) -
     )
 
 
-def find_obstacle(group: NodeGroup, run: RunDir, *, stopping: bool) -> str:
+def find_obstacle(group: NodeGroup, run: RunDir, stop_signals: Sequence[int]) -> str:
     """Wait until all nodes have stopped their ranks; returns why no restart is possible, or an empty string.
 
     The ranks of a lost node die with its launcher. Those of a silent one are killed by their launcher, which notices
@@ -241,7 +245,7 @@ def find_obstacle(group: NodeGroup, run: RunDir, *, stopping: bool) -> str:
             return f"node {', '.join(map(str, unstopped))} did not stop its ranks within {STOP_WITHIN_S:.0f} s"
         if any(link.is_done for link in group.active_links().values()):
             return "the ranks of another node have ended"
-        if stopping or run.stop.exists() or any(link.is_stopping for link in group.active_links().values()):
+        if stop_signals or run.stop.exists() or any(link.is_stopping for link in group.active_links().values()):
             return "a stop was requested"
     time.sleep(max(0.0, group.fenced_s - time.monotonic()) if group.lost else 0.0)
     return ""
@@ -258,13 +262,25 @@ def is_stopped(group: NodeGroup, number: int) -> bool:
     return link is None or link.stopped >= group.restarts or link.is_done
 
 
-def await_decision(group: NodeGroup, *, stopping: bool) -> RestartDecision | None:
-    """Every node but node 0: report that the ranks are gone, and wait for the decision; None if node 0 is lost."""
-    with group.changed:
-        group.send_all(stopped=group.restarts, stopping=stopping)
-        group.changed.wait_for(lambda: group.decision is not None or group.has_lost_coordinator)
-        decision, group.decision = group.decision, None
-        return None if decision is None else RestartDecision(decision["again"], decision["reason"])
+def await_decision(group: NodeGroup, stop_signals: Sequence[int]) -> RestartDecision | None:
+    """Every node but node 0: report that the ranks are gone, and wait for the decision; None if node 0 is lost.
+
+    Without a decision, the run ends here once node 0 has ended, and at a repeated stop signal.
+    """
+    start, reported = group.restarts, None
+    while True:
+        stopping = bool(stop_signals)
+        with group.changed:
+            if group.decision is not None:
+                return RestartDecision(group.decision["again"], group.decision["reason"])
+            if group.has_lost_coordinator:
+                return None
+            if group.has_coordinator_ended or is_forced(stop_signals):
+                return RestartDecision(False, "")
+            if reported != stopping:
+                group.send_all(stopped=start, stopping=stopping)
+                reported = stopping
+            group.changed.wait(POLL_S)
 
 
 def print_decision(decision: RestartDecision, group: NodeGroup, *, has_crashed: bool) -> None:

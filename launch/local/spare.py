@@ -54,7 +54,7 @@ def wait_as_spare(group: NodeGroup, stop_signals: Sequence[int]) -> int | None:
     with group.changed:
         while group.is_spare:
             group.changed.wait(POLL_S)
-            decision, group.decision = group.decision, None
+            decision = group.decision
             if stop_signals:
                 return EXIT_INTERRUPTED
             if group.end_code is not None:

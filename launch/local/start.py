@@ -59,7 +59,7 @@ from launch.local.out_of_memory import MemoryWatch
 from launch.local.planned_restart import RestartPlanner
 from launch.local.ranks import RankFailure, RankLogs, render_failure, run_exit_code
 from launch.local.rendezvous import StopRequested, join_nodes
-from launch.local.restart import RestartHistory, agree_on_restart, print_decision
+from launch.local.restart import RestartHistory, agree_on_restart, is_forced, print_decision
 from launch.local.shared_memory import run_and_clean_up, snapshot_bytes
 from launch.local.spare import check_this_machine, wait_as_spare
 from launch.local.supervisor import Supervisor
@@ -243,7 +243,7 @@ def run_until_final(
             if group.is_coordinator:
                 history.record_faults(group, stopping=True)
             return code
-        decision = agree_on_restart(group, history, stopping=bool(stop_signals))
+        decision = agree_on_restart(group, history, stop_signals)
         print_decision(decision, group, has_crashed=code == EXIT_CRASHED and cfg.launch.max_restarts > 0)
         if not decision.again:
             break
@@ -414,8 +414,7 @@ def supervise(
         if stop_signals and not sent:
             sent.add((0, 0))
             print("harness: stopping gracefully; a second Ctrl-C or SIGTERM kills the workers", file=sys.stderr)
-        is_repeated = sum(stop_signal != signal.SIGUSR1 for stop_signal in stop_signals) > 1
-        if is_repeated or time.monotonic() > kill_s:
+        if is_forced(stop_signals) or time.monotonic() > kill_s:
             signal_workers(logs, signal.SIGKILL, sent)
         elif stop_signals:
             signal_workers(logs, signal.SIGTERM, sent)

@@ -279,7 +279,7 @@ def measure(num_ranks: int, directory: Path) -> Timing:
                 pipe.send(pipe is pipes[-1])
             with group.changed:
                 group.changed.wait_for(lambda: group.failure is not None)
-            decision = agree_on_restart(group, history, stopping=False)
+            decision = agree_on_restart(group, history, [])
             assert decision.again, decision.reason
             collect(pipes)
             store = StaticRendezvous(group).next_rendezvous().store

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -47,7 +48,7 @@ def run(tmp_path: Path) -> RunDir:
 
 def agree(nodes: FakeNodes, group: NodeGroup, run: RunDir, *, stopping: bool = False) -> Future[RestartDecision]:
     history = RestartHistory(run, composed.load([]).launch, None)
-    return nodes.pool.submit(agree_on_restart, group, history, stopping=stopping)
+    return nodes.pool.submit(agree_on_restart, group, history, [signal.SIGTERM] if stopping else [])
 
 
 def fail_all(groups: list[NodeGroup], failure: NodeFailure = KILLED) -> None:
@@ -98,6 +99,60 @@ def test_a_failure_that_follows_the_decision_at_once_is_not_lost(stack: ExitStac
     assert agree(nodes, groups[0], run).result(10).again
     groups[0].report_failure(KILLED)
     wait_until(lambda: (groups[1].restarts, groups[1].failure) == (1, KILLED))
+
+
+def test_a_node_that_fails_after_node_0_has_ended_ends_too(stack: ExitStack, run: RunDir) -> None:
+    nodes = FakeNodes(stack, 2)
+    first, second = nodes.all()
+    first.report_success(0)
+    first.__exit__()
+    second.report_failure(KILLED)
+    assert agree(nodes, second, run).result(10) == RestartDecision(False, "")
+
+
+@pytest.mark.full
+def test_a_node_0_that_is_done_and_then_silent_has_ended(stack: ExitStack, run: RunDir) -> None:
+    nodes = FakeNodes(stack, 2)
+    calls = [nodes.call(node) for node in range(2)]
+    first, second = (call.result(10) for call in calls)
+    first.report_success(0)  # it is never entered, so that it sends no heartbeats
+    stack.enter_context(second)
+    wait_until(lambda: second.links[0].is_done)
+    second.report_failure(KILLED)
+    assert agree(nodes, second, run).result(10) == RestartDecision(False, "")
+    assert second.lost == {}
+    for opened in (first.links[1].connection, first.store_socket):
+        assert opened is not None
+        opened.close()
+
+
+def test_a_node_waits_for_the_decision_until_a_second_stop_signal(stack: ExitStack, run: RunDir) -> None:
+    nodes = FakeNodes(stack, 2)
+    groups = nodes.all()
+    fail_all(groups)
+    stop_signals: list[int] = []
+    history = RestartHistory(run, composed.load([]).launch, None)
+    waiting = nodes.pool.submit(agree_on_restart, groups[1], history, stop_signals)
+    wait_until(lambda: groups[0].links[1].stopped == 0)
+    assert not groups[0].links[1].is_stopping
+    stop_signals += [signal.SIGTERM, signal.SIGUSR1]
+    wait_until(lambda: groups[0].links[1].is_stopping)
+    assert not waiting.done()
+    stop_signals.append(signal.SIGTERM)
+    assert waiting.result(10) == RestartDecision(False, "")
+
+
+def test_a_start_after_node_0_was_done_detects_its_loss(stack: ExitStack, run: RunDir) -> None:
+    """Its ranks have ended, those of node 1 fail, and all start again."""
+    nodes = FakeNodes(stack, 2)
+    groups = nodes.all()
+    fail_all(groups)
+    groups[0].report_success(0)
+    calls = [agree(nodes, group, run) for group in groups]
+    assert [call.result(10).again for call in calls] == [True, True]
+    assert groups[1].end_code is None
+    drop_connections(groups[0])
+    wait_until(lambda: groups[1].has_lost_coordinator)
 
 
 def test_a_lost_node_is_not_answered_with_a_restart(stack: ExitStack, run: RunDir) -> None:

@@ -75,7 +75,7 @@ class Hosts(FakeNodes):
         return RestartHistory(self.run, launch, None, nproc=1, elastic=elastic, record=self.record)
 
     def agree(self, history: RestartHistory, *groups: NodeGroup) -> list[RestartDecision]:
-        calls = [self.pool.submit(agree_on_restart, group, history, stopping=False) for group in groups]
+        calls = [self.pool.submit(agree_on_restart, group, history, []) for group in groups]
         return [call.result(20) for call in calls]
 
 
@@ -150,6 +150,23 @@ def test_a_spare_takes_over_and_the_lost_host_comes_back_as_a_spare(stack: ExitS
     assert decision.reason == "restart 2, host1 replaces host2"
     wait_until(lambda: back.node_rank == 1)
     assert (back.restarts, len(history.failures)) == (2, 2), "a lost node counts as a failed start"
+
+
+def test_a_spare_that_takes_over_before_it_waits_asks_for_the_next_decision(stack: ExitStack, run: RunDir) -> None:
+    hosts = Hosts(stack, run, 2, spares=1, allowed=(2,))
+    first, second, spare = hosts.all()
+    history = hosts.history()
+    lose(second, first)
+    hosts.agree(history, first)
+    wait_until(lambda: not spare.is_spare)
+    spare.report_failure(KILLED)
+    wait_until(lambda: first.failure is not None)
+    call = hosts.pool.submit(agree_on_restart, spare, hosts.history(), [])
+    wait_until(lambda: first.links[2].stopped == 1)
+    assert not call.done(), "node 0 has not decided"
+    (decision,) = hosts.agree(history, first)
+    assert call.result(10) == decision == RestartDecision(True, "restart 2")
+    assert spare.restarts == 2
 
 
 def test_a_lost_spare_is_no_failure(stack: ExitStack, run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,11 +13,12 @@ from harness.core.locking.lease_holder import this_process
 from harness.core.rundir import RunDir
 from launch.local import succession
 from launch.local.node_group import SPARE, NodeGroup
+from launch.local.restart import agree_on_restart
 from launch.local.spare import wait_as_spare
 from launch.node_record import read_node_faults
 from launch.restart_budget import RestartDecision
 from tests.launch.local.test_rendezvous import drop_connections, wait_until
-from tests.launch.local.test_spare import Hosts, lose, names, restarted, run, stack
+from tests.launch.local.test_spare import KILLED, Hosts, lose, names, restarted, run, stack
 
 __all__ = ["names", "run", "stack"]
 
@@ -68,6 +69,84 @@ def test_if_the_next_in_line_is_lost_too_the_one_after_it_coordinates(
     decisions = hosts.agree(hosts.history(), *spares)
     assert [decision.again for decision in decisions] == [True, True]
     assert [(spare.coordinator, spare.roster) for spare in spares] == [(2, (2, 3))] * 2
+
+
+def test_a_launcher_that_follows_after_the_decision_is_a_spare(
+    stack: ExitStack, run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its ranks took long to die."""
+    monkeypatch.setattr(succession, "FOLLOW_WITHIN_S", 0.5)
+    hosts = Hosts(stack, run, 4, spares=0, allowed=(2, 3, 4))
+    first, second, late, fourth = hosts.all()
+    history = hosts.history()
+    kill(first)
+    wait_until(lambda: None not in (second.failure, late.failure, fourth.failure))
+    decisions = hosts.agree(history, second, fourth)
+    assert [(decision.again, second.roster) for decision in decisions] == [(True, (1, 3))] * 2
+    assert hosts.agree(hosts.history(), late) == decisions[:1]
+    assert (late.coordinator, late.roster, late.restarts, late.node_rank) == (1, (1, 3), 1, SPARE)
+    assert (late.store_port, late.failure) == (second.store_port, None)
+    assert "harness: node 2 (host2) has joined as a spare\n" in capsys.readouterr().err
+
+    second.report_failure(KILLED)
+    wait_until(lambda: fourth.failure is not None)
+    decisions = hosts.agree(history, second, fourth)
+    assert decisions[0].reason == "restart 2, host2 joins, the run continues on 3 instead of 2 nodes"
+    wait_until(lambda: late.restarts == 2)
+    assert [group.roster for group in (second, late, fourth)] == [(1, 3, 2)] * 3
+    late.report_failure(replace(KILLED, node_rank=2))
+    wait_until(lambda: None not in (second.failure, fourth.failure))
+
+
+def test_a_launcher_that_follows_before_the_decision_keeps_its_node(
+    stack: ExitStack, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was counted as lost already."""
+    monkeypatch.setattr(succession, "FOLLOW_WITHIN_S", 0.3)
+    hosts = Hosts(stack, run, 3, spares=0, allowed=(2, 3))
+    first, second, third = hosts.all()
+    kill(first)
+    wait_until(lambda: None not in (second.failure, third.failure))
+    assert second.succeed is not None
+    assert second.succeed()
+    assert sorted(second.lost) == [0, 2]
+    follower = hosts.pool.submit(agree_on_restart, third, hosts.history(), [])
+    wait_until(lambda: 2 in second.links)
+    decisions = [*hosts.agree(hosts.history(), second), follower.result(10)]
+    assert decisions == [RestartDecision(True, "restart 1, the run continues on 2 instead of 3 nodes")] * 2
+    assert (second.roster, second.failure, second.lost) == ((1, 2), None, {})
+    assert [fault.node for fault in read_node_faults(run)] == ["host0"]
+
+
+@pytest.mark.parametrize("told", [1, 2], ids=["the next coordinator", "the other launcher"])
+def test_a_coordinator_is_lost_while_it_sends_its_decision(stack: ExitStack, run: RunDir, told: int) -> None:
+    """One launcher knows of a start that the other has not heard of."""
+    hosts = Hosts(stack, run, 3, spares=0, allowed=(2, 3))
+    first, *others = hosts.all()
+    first.report_failure(KILLED)
+    wait_until(lambda: None not in (others[0].failure, others[1].failure))
+    others[told - 1].take_decision(
+        {"again": True, "reason": "", "restarts": 1, "store_port": 1, "roster": [[0, 2]], "exit_code": 1, "out": {}}
+    )
+    kill(first)
+    wait_until(lambda: all(group.has_lost_coordinator for group in others))
+    decisions = hosts.agree(hosts.history(), *others)
+    assert [decision.again for decision in decisions] == [True, True]
+    wait_until(lambda: [(group.restarts, group.roster) for group in others] == [(2, (1, 2))] * 2)
+
+
+def test_a_launcher_waits_for_a_decision_until_its_coordinator_has_ended(stack: ExitStack, run: RunDir) -> None:
+    hosts = Hosts(stack, run, 3, spares=0, allowed=(2, 3))
+    first, second, third = hosts.all()
+    second.report_failure(KILLED)
+    wait_until(lambda: third.failure is not None)
+    waiting = hosts.pool.submit(agree_on_restart, third, hosts.history(), [])
+    first.report_success(0)  # its own ranks ended before it read of the failure
+    wait_until(lambda: third.end_code == 0)
+    assert not waiting.done(), "it may still decide"
+    first.__exit__()
+    assert waiting.result(10) == RestartDecision(False, "")
+    assert third.coordinator == 0, "the run has ended: nobody takes over"
 
 
 def test_a_coordinator_that_still_writes_the_run_is_not_replaced(
