@@ -4,8 +4,8 @@ Why: a sweep is resumed more often than it is started: machines fail, a job cras
 How: `launch.train` lets Hydra compose all jobs. Each is checked, gets a directory in the sweep, and is run by
 `launch.sweeps.scheduler` on this machine or as part of one Slurm array. Rerun the same command to run the rest: a
 finished job is skipped, an interrupted or crashed one resumes from its checkpoint, one that the sentinel halted stays
-halted unless `run.resume=changed`. A rejected job is one line and does not stop the others. `sweep.yaml` lists the
-jobs of the sweep.
+halted unless `run.resume=changed`. A rejected job, or one that another process runs, is one line and does not stop the
+others. `sweep.yaml` lists the jobs of the sweep.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from harness.config.errors import (
 from harness.config.launch import LaunchKind
 from harness.config.schema import Config
 from harness.core.events import EvalRecord
-from harness.core.locking.run_lease import naming_full_disk
+from harness.core.locking.run_lease import naming_full_disk, require_free
 from harness.core.processes import last_line
-from harness.core.rundir import RunDir
+from harness.core.rundir import RunDir, locate
 from harness.core.stderr_lines import print_warning
 from harness.telemetry.event_log import prepare_run, tail
 from harness.telemetry.sinks.sink_process import send_rest
@@ -53,7 +53,7 @@ def run_sweep(directory: Path, composed: Sequence[ComposedJob], arguments: Seque
     jobs = name_jobs(directory, composed)
     for number, (job, _) in enumerate(jobs):
         if job.problem:
-            print(f"harness: job {number} ({', '.join(job.override_list)}): {job.problem}", file=sys.stderr)
+            print_rejected(number, job, job.problem)
     accepted = {job.name: cfg for job, cfg in jobs if cfg is not None}
     try:
         if not accepted:
@@ -92,8 +92,9 @@ def run_missing_jobs(directory: Path, sweep: Sweep, cfgs: dict[str, Config]) -> 
         return EXIT_DONE
     with scheduler.lock_sweep(directory) as lock:
         states = find_job_states(directory, cfgs)  # read under the lock: another launcher may have submitted jobs
-        pending = select_pending(cfgs, states)
-        before = [EXIT_HALTED] if JobState.halted in states.values() else []
+        pending = select_free(chosen := select_pending(cfgs, states), sweep)
+        in_use = [EXIT_BAD_CONFIG] * (len(chosen) - len(pending))
+        before = [*in_use, *([EXIT_HALTED] if JobState.halted in states.values() else [])]
         record = sweep_record.extend_sweep(sweep_record.read_if_exists(directory), sweep)
         if pending and first.kind is LaunchKind.slurm:
             job = submit_slurm_array(pending, directory)
@@ -108,7 +109,7 @@ def run_missing_jobs(directory: Path, sweep: Sweep, cfgs: dict[str, Config]) -> 
     if not pending:
         return worst_exit_code(before)
     finish_in_mlflow(directory, pending)
-    rejected = [EXIT_BAD_CONFIG for job in sweep.jobs if job.problem]
+    rejected = [*in_use, *(EXIT_BAD_CONFIG for job in sweep.jobs if job.problem)]
     outcomes = Counter(describe_outcome(code) for code in [*codes.values(), *rejected])
     print(render_summary(directory, outcomes, len(runs) - len(codes), sweep.words))
     return EXIT_INTERRUPTED if stopped else worst_exit_code([*before, *codes.values()])
@@ -120,6 +121,23 @@ def find_job_states(directory: Path, cfgs: dict[str, Config]) -> dict[str, JobSt
 
 def select_pending(cfgs: dict[str, Config], states: dict[str, JobState]) -> list[Config]:
     return [cfg for name, cfg in cfgs.items() if states[name] is JobState.pending]
+
+
+def select_free(cfgs: Sequence[Config], sweep: Sweep) -> list[Config]:
+    """Those jobs that no other process runs; each of the others is a line."""
+    free, numbers = [], {job.name: number for number, job in enumerate(sweep.jobs)}
+    for cfg in cfgs:
+        try:
+            require_free(locate(cfg).path, wait=False)
+            free.append(cfg)
+        except ConfigError as error:
+            number = numbers[str(cfg.run.name)]
+            print_rejected(number, sweep.jobs[number], str(error))
+    return free
+
+
+def print_rejected(number: int, job: Job, problem: str) -> None:
+    print(f"harness: job {number} ({', '.join(job.override_list)}): {problem}", file=sys.stderr)
 
 
 def submit_slurm_array(cfgs: Sequence[Config], directory: Path) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import time
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from harness.config.errors import ConfigError
 from harness.config.schema import Config
 from harness.core.event_json import read, to_json
 from harness.core.events import RunEnded, RunStarted, StepRecord
+from harness.core.locking import directory_lease, lease_holder
 from harness.core.rundir import RunDir
 from harness.telemetry.event_log import prepare_run
 from launch.cli import sweep as sweep_command
@@ -321,6 +324,35 @@ def test_a_slurm_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         "  report  harness sweep report 'runs/it is'",
         "  cancel  scancel 7",
     ]
+
+
+def test_a_job_that_another_process_runs_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sweep = tmp_path / "s"
+    held = RunDir(sweep / "optim.lr=1")
+    held.path.mkdir(parents=True)
+    with subprocess.Popen(["sleep", "300"]) as other:
+        start = lease_holder.start_of(other.pid)
+        assert start is not None
+        holder = replace(lease_holder.this_process(), pid=other.pid, started=start)
+        lease = directory_lease.acquire(held.lease, holder, on_lost=lambda _: None)
+        try:
+            cfgs = {lr: config(f"optim.lr={lr}") for lr in ("1", "1e-3")}
+            swept = [compose_job(cfg, optim__lr=lr) for lr, cfg in cfgs.items()]
+            assert multirun.run_sweep(sweep, swept, []) == 2
+            alone = multirun.run_sweep(sweep, swept[:1], [])
+        finally:
+            other.kill()
+        lease.release()
+    printed = capsys.readouterr()
+    lines = printed.err.splitlines()
+    refused = f"harness: job 0 (optim.lr=1): run.name: {held.path} is in use by pid {other.pid} on "
+    assert (alone, [line.startswith(refused) for line in lines]) == (2, [True, True]), lines
+    assert "\n1 done, 1 rejected\n" in printed.out
+    assert jobs.find_job_state(RunDir(sweep / "optim.lr=1e-3"), cfgs["1e-3"]) is JobState.finished
+    assert not held.config.exists()
 
 
 @pytest.mark.skipif(not may_mount(), reason="needs the right to mount")
