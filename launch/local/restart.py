@@ -230,7 +230,8 @@ def find_obstacle(group: NodeGroup, run: RunDir, stop_signals: Sequence[int]) ->
     """Wait until all nodes have stopped their ranks; returns why no restart is possible, or an empty string.
 
     The ranks of a lost node die with its launcher. Those of a silent one are killed by their launcher, which notices
-    the silence as well; that takes until `fenced_s`.
+    the silence as well; that takes until `fenced_s`. No file is read while `changed` is held: if the file system
+    stalled, this launcher would send no heartbeats.
     """
     with group.changed:
         waiting = [number for number in group.roster if number != group.number]
@@ -245,8 +246,9 @@ def find_obstacle(group: NodeGroup, run: RunDir, stop_signals: Sequence[int]) ->
             return f"node {', '.join(map(str, unstopped))} did not stop its ranks within {STOP_WITHIN_S:.0f} s"
         if any(link.is_done for link in group.active_links().values()):
             return "the ranks of another node have ended"
-        if stop_signals or run.stop.exists() or any(link.is_stopping for link in group.active_links().values()):
-            return "a stop was requested"
+        is_stopping = any(link.is_stopping for link in group.active_links().values())
+    if stop_signals or is_stopping or run.stop.exists():
+        return "a stop was requested"
     time.sleep(max(0.0, group.fenced_s - time.monotonic()) if group.lost else 0.0)
     return ""
 

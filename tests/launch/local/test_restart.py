@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -153,6 +155,31 @@ def test_a_start_after_node_0_was_done_detects_its_loss(stack: ExitStack, run: R
     assert groups[1].end_code is None
     drop_connections(groups[0])
     wait_until(lambda: groups[1].has_lost_coordinator)
+
+
+def test_no_file_is_read_while_heartbeats_wait(stack: ExitStack, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that stalls would silence the coordinator."""
+    nodes = FakeNodes(stack, 2)
+    groups = nodes.all()
+    fail_all(groups)
+    looked: list[tuple[str, bool]] = []
+
+    def record(module: object, name: str) -> None:
+        call = getattr(module, name)
+
+        def recorded(path: object, *args: object, **options: object) -> object:
+            if str(path).startswith(str(run.path)):
+                looked.append((str(path), any(group.changed._is_owned() for group in groups)))  # type: ignore[attr-defined]
+            return call(path, *args, **options)
+
+        monkeypatch.setattr(module, name, recorded)
+
+    for module, name in ((os, "stat"), (os, "open"), (io, "open")):
+        record(module, name)
+    calls = [agree(nodes, group, run) for group in groups]
+    assert [call.result(10).again for call in calls] == [True, True]
+    assert str(run.stop) in [path for path, _ in looked]
+    assert [path for path, is_held in looked if is_held] == []
 
 
 def test_a_lost_node_is_not_answered_with_a_restart(stack: ExitStack, run: RunDir) -> None:
