@@ -209,6 +209,7 @@ def launch_run(cfg: Config) -> int:
     problems = check_preflight(cfg)
     require_packages(cfg.telemetry)
     require_evaluation(cfg.eval)
+    is_unnamed = cfg.run.name is None
     name_run(cfg)
     if cfg.launch.kind is LaunchKind.k8s:
         from launch.k8s.dry_run import print_manifest
@@ -242,7 +243,10 @@ def launch_run(cfg: Config) -> int:
     with safe_output():
         print(banner, flush=True)
     clear_stop_file(locate(cfg))  # of the last start: with it no rank that dies early would be restarted
-    return local.launch(cfg, worker)
+    code = local.launch(cfg, worker)
+    if code == EXIT_INTERRUPTED and is_unnamed:
+        print(f"harness: resume with the same command and run.name={cfg.run.name}", file=sys.stderr)
+    return code
 
 
 def print_warnings(problems: Iterable[str]) -> None:

@@ -180,9 +180,10 @@ class RunDir:
 
 
 def name_run(cfg: Config) -> None:
-    """Set `run.name` from the model and the time if it is not set."""
+    """Set `run.name` from the model, whose name may be that of a repository, and the time if it is not set."""
     if cfg.run.name is None:
-        cfg.run.name = f"{cfg.model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        model = cfg.model.name.replace("/", "-").lstrip(".")
+        cfg.run.name = f"{model}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def locate(cfg: Config) -> RunDir:

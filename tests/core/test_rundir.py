@@ -88,6 +88,10 @@ def test_a_run_without_a_name_gets_its_model_and_the_time(tmp_path: Path) -> Non
     rundir.name_run(cfg)
     assert cfg.run.name is not None
     assert cfg.run.name.startswith("tiny-2")
+    other = load([f"run.dir={tmp_path}", "model.name=.lab/model"])
+    rundir.name_run(other)
+    assert rundir.locate(other).path.parent == tmp_path
+    assert rundir.locate(other).path.name.startswith("lab-model-2")
 
 
 @pytest.mark.parametrize("place", ["file", "file/below"])

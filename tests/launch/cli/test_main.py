@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import yaml
 from harness.config import compose
 from harness.config.key_help import render_keys
 from launch.cli.main import COMMANDS, main
+from tests.forks import Launched
 
 ROOT = Path(__file__).parents[3]
 TINY = [
@@ -188,3 +191,17 @@ def test_the_wheel_contains_conf_scripts_and_data(tmp_path: Path) -> None:
         "files of the dashboard page"
     )
     assert (tmp_path / "site" / "harness" / "data" / "corpus" / "embedded.json.gz").exists(), "embedded text"
+
+
+@pytest.mark.full
+def test_a_run_without_a_name_says_how_to_resume_it(tmp_path: Path) -> None:
+    arguments = [*TINY, "train.num_steps=100000", f"run.dir={tmp_path}/runs", "checkpoint.ring.shared_dir=null"]
+    with Launched("launch.cli.main", "train", *arguments, output=tmp_path / "output") as process:
+        until = time.monotonic() + 200
+        while not any('"step"' in path.read_text() for path in tmp_path.glob("runs/*/events.jsonl")):
+            assert time.monotonic() < until, process.stderr
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=200) == 75
+    (run,) = (tmp_path / "runs").glob("tiny-*")
+    assert process.stderr.endswith(f"harness: resume with the same command and run.name={run.name}\n")
