@@ -72,6 +72,9 @@ class SlurmConfig:
             message = f"must be a list of options that start with -- and contain no space, got {option!r}"
             require(re.fullmatch(r"--[a-z][\w-]*(=\S+)?", option) is not None, "launch.slurm.options", message)
         require(self.warn_s >= 1, "launch.slurm.warn_s", f"must be at least 1, got {self.warn_s}")
+        if self.time_minutes is not None:
+            message = f"must be less than launch.slurm.time_minutes ({60 * self.time_minutes} s), got {self.warn_s}"
+            require(self.warn_s < 60 * self.time_minutes, "launch.slurm.warn_s", message)
         require(self.max_requeues >= 0, "launch.slurm.max_requeues", f"must be 0 or more, got {self.max_requeues}")
         require(self.max_stalled >= 1, "launch.slurm.max_stalled", f"must be at least 1, got {self.max_stalled}")
         require(self.exclude_hours >= 0, "launch.slurm.exclude_hours", f"must be 0 or more, got {self.exclude_hours}")

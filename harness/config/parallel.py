@@ -7,6 +7,9 @@ from enum import StrEnum
 
 from harness.config.errors import require
 
+MOST_TIMEOUT_S = 1e8
+"""Three years; torch does not take much more."""
+
 
 class ActivationCheckpointing(StrEnum):
     """Which activations are recomputed in the backward pass."""
@@ -57,7 +60,8 @@ class ParallelConfig:
         require(
             not (self.activation_offload and is_selective and not self.compile), "parallel.activation_offload", message
         )
-        require(self.timeout_s > 0, "parallel.timeout_s", f"must be positive, got {self.timeout_s}")
+        message = f"must be positive, and at most {MOST_TIMEOUT_S:g}, got {self.timeout_s:g}"
+        require(0 < self.timeout_s <= MOST_TIMEOUT_S, "parallel.timeout_s", message)
 
 
 @dataclass(slots=True, kw_only=True)

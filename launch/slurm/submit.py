@@ -195,9 +195,13 @@ def check_submission(cfg: Config) -> None:
         f"must give a path without colon, backslash and line break, because it is part of PYTHONPATH, got {path!r}"
     )
     require(not set(":\\\n") & set(path), "run.dir", message)
+    nproc = ranks_per_node(cfg)
+    if nproc is None:
+        message = f"must be at least 1 sequence for each of the {cfg.launch.nodes} nodes, got {cfg.train.batch_size}"
+        require(cfg.train.batch_size * cfg.parallel.context >= cfg.launch.nodes, "train.batch_size", message)
+        return
     for num_nodes in range(cfg.launch.min_nodes or cfg.launch.nodes, cfg.launch.nodes + 1):
-        if nproc := ranks_per_node(cfg):
-            check_world_size(cfg, num_nodes, nproc)
+        check_world_size(cfg, num_nodes, nproc)
 
 
 def check_world_size(cfg: Config, num_nodes: int, nproc: int) -> None:

@@ -156,6 +156,7 @@ def test_overrides_win_over_the_settings_of_a_size() -> None:
         ),
         ("data.stratify.rare_below=-1", "data.stratify.rare_below: must be 0 (off) or more, got -1"),
         ("data.stratify.max_per_batch=0", "data.stratify.max_per_batch: must be at least 1, got 0"),
+        ("parallel.timeout_s=1e10", "parallel.timeout_s: must be positive, and at most 1e+08, got 1e+10"),
         ("launch.ranks_per_gpu=0", "launch.ranks_per_gpu: must be at least 1, got 0"),
         ("run.deterministic=maybe", "run.deterministic: "),
         ("launch.spares=-1", "launch.spares: must be 0 or more, got -1"),
@@ -171,6 +172,14 @@ def test_a_bad_override_is_one_line(override: str, line: str) -> None:
     assert "\n" not in message
     assert "search path" not in message
     assert caught.value.__cause__ is None
+
+
+def test_a_job_must_be_longer_than_its_warning() -> None:
+    short = ["launch=slurm", "launch.slurm.time_minutes=2"]
+    message = r"launch\.slurm\.warn_s: must be less than launch\.slurm\.time_minutes \(120 s\), got 120"
+    with pytest.raises(ConfigError, match=message):
+        composed.load(short)
+    assert composed.load([*short, "launch.slurm.warn_s=60"]).launch.slurm.time_minutes == 2
 
 
 @pytest.mark.parametrize(

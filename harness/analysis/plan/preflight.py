@@ -1,4 +1,5 @@
-"""Checks a config for settings that are known to make training unstable, before anything starts.
+"""Checks a config for settings that are known to make training unstable or that defeat each other, before anything
+starts.
 
 Why: a weight decay of 0.9 or a learning rate of 5 is valid and trains; it costs a night to find out that it should not
 have been started.
@@ -15,6 +16,7 @@ from harness.config.errors import ConfigError
 from harness.config.precision import PrecisionKind
 from harness.config.run import PreflightPolicy
 from harness.config.schema import Config
+from harness.core.object_store import is_url
 from harness.model.size import num_parameters
 
 LEAST_WEIGHT_DECAY, MOST_WEIGHT_DECAY = 0.01, 0.5
@@ -28,8 +30,8 @@ LR_RANGE = (1 / 6, 4.0)
 
 
 def preflight(cfg: Config) -> list[str]:
-    """One line for each setting that is known to make training unstable; none if there is none."""
-    return [*_optimizer(cfg), *_learning_rate(cfg), *_loss_scale(cfg), *_checkpoints(cfg)]
+    """One line for each setting that is known to do harm; none if there is none."""
+    return [*_optimizer(cfg), *_learning_rate(cfg), *_loss_scale(cfg), *_checkpoints(cfg), *_time_limits(cfg)]
 
 
 def check_preflight(cfg: Config) -> list[str]:
@@ -109,6 +111,20 @@ def _checkpoints(cfg: Config) -> Iterator[str]:
             f"{reach:,} steps, but sentinel.policy.rollback_margin_steps is {margin:,}; set "
             f"checkpoint.keep_behind_steps={margin}"
         )
+
+
+def _time_limits(cfg: Config) -> Iterator[str]:
+    launch, timeout_s = cfg.launch, cfg.parallel.timeout_s
+    if launch.hang_after_s >= timeout_s:
+        why = f"collectives fail after parallel.timeout_s={timeout_s:g}, before the rank that hangs is named"
+        yield f"launch.hang_after_s: is {launch.hang_after_s:g}; {why}"
+    is_remote = any(is_url(path) for source in cfg.data.sources.values() for path in source.paths)
+    if is_remote and cfg.data.remote.retry_s >= launch.hang_after_s:
+        why = f"ranks that wait for data count as hung after launch.hang_after_s={launch.hang_after_s:g}"
+        yield f"data.remote.retry_s: is {cfg.data.remote.retry_s:g}; {why}"
+    if cfg.checkpoint.retry_s >= launch.start_within_s:
+        why = f"a start that waits for storage counts as hung after launch.start_within_s={launch.start_within_s:g}"
+        yield f"checkpoint.retry_s: is {cfg.checkpoint.retry_s:g}; {why}"
 
 
 def parameters_text(size: int) -> str:

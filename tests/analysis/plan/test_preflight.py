@@ -29,6 +29,15 @@ def test_shipped_defaults_have_no_warning(overrides: list[str]) -> None:
         ("optim.warmup_steps=0", "optim.warmup_steps: is 0; the first updates have the full learning rate"),
         ("checkpoint.every_steps=0", "checkpoint.every_steps: is 0, and checkpoint.every_minutes is null; a rollback"),
         ("checkpoint.every_steps=981", "checkpoint.every_steps: is 981; the first good checkpoint is at step 1,001"),
+        (
+            "launch.hang_after_s=600",
+            "launch.hang_after_s: is 600; collectives fail after parallel.timeout_s=600, before",
+        ),
+        (
+            "parallel.timeout_s=180",
+            "launch.hang_after_s: is 180; collectives fail after parallel.timeout_s=180, before",
+        ),
+        ("checkpoint.retry_s=1800", "checkpoint.retry_s: is 1800; a start that waits for storage counts as hung after"),
         ("checkpoint.every_steps=49", "checkpoint.keep: is 2; checkpoints 49 steps apart reach back 98 steps"),
     ],
 )
@@ -50,6 +59,15 @@ def test_each_unstable_setting_is_one_line(override: str, line: str) -> None:
 )
 def test_the_bounds_themselves_are_accepted(override: str) -> None:
     assert preflight(composed.load([LONG, override])) == []
+
+
+def test_data_in_an_object_store_must_not_be_waited_for_longer_than_for_a_hung_rank() -> None:
+    waiting = ["data=files", "data.remote.retry_s=180"]
+    assert preflight(composed.load([*waiting, "data.sources.main.paths=[data/web]"])) == []
+    (problem,) = preflight(composed.load([*waiting, "data.sources.main.paths=[s3://bucket/web.bin]"]))
+    assert (
+        problem == "data.remote.retry_s: is 180; ranks that wait for data count as hung after launch.hang_after_s=180"
+    )
 
 
 def test_a_short_run_needs_no_checkpoints() -> None:

@@ -261,6 +261,9 @@ def test_errors_are_one_line_and_leave_nothing_on_disk(
         ),
         ("launch.nproc=1", "cluster.memory_gb=0.001"): r"cluster\.memory_gb: the only rank needs",
         ("run.name=a:b",): r"run\.dir: must give a path without colon",
+        ("parallel.device=cuda", "launch.nodes=16"): (
+            r"^train\.batch_size: must be at least 1 sequence for each of the 16 nodes, got 8"
+        ),
     }
     for overrides, line in cases.items():
         with pytest.raises(ConfigError, match=line):
