@@ -19,6 +19,9 @@ echo "python $*" >> "$CALLS"
 case "$2 $3" in
     "launch.slurm.requeue begin") [[ -z ${SLOW:-} ]] || sleep "$SLOW"; exit "${BEGIN:-0}" ;;
     "launch.slurm.requeue end") cp "$7" "$CALLS.complaints" 2> /dev/null; printf %s "${UPDATE:-}"; exit "${END:-1}" ;;
+    launch.slurm.job_directory*)
+        [[ -z ${EDITED:-} ]] || exit 2
+        printf '%s\\n%s\\n' "$HARNESS_CODE/../run" "$HARNESS_CODE" ;;
     launch.slurm.node_health*) echo "harness: health: node n1: broken" >&2; exit "${HEALTH:-0}" ;;
     launch.local.node*)
         [[ -z ${FIRST:-} ]] || { mkdir -p "$(dirname "$HARNESS_EXIT_FILE")"; echo "$FIRST" > "$HARNESS_EXIT_FILE"; }
@@ -159,6 +162,21 @@ def test_every_array_task_reads_its_own_line(script: Script) -> None:
     result = script(**array | {"SLURM_ARRAY_TASK_ID": "2"})
     assert (result.exit_code, result.calls) == (2, [])
     assert result.stderr == f"harness: {listed}: has no line for task 2\n"
+
+
+def test_a_plain_job_needs_its_checkout_only_once(script: Script) -> None:
+    """The checkout is edited while the job waits to be requeued."""
+    plain = {"HARNESS_RUN": "", "EDITED": "1"}
+    kept = script.path / "slurm-7.run"
+    assert script(**plain | {"EDITED": ""}, NODE="75", END="0").exit_code == 75
+    first, script_run = script.calls.read_text().splitlines()[:2], f"{script.path}/code/../run"
+    assert first == ["python -m launch.slurm.job_directory", f"python -m launch.slurm.requeue begin {script_run} 7"]
+    script.calls.unlink()
+    again = script(**plain, SLURM_RESTART_COUNT="1")
+    assert (again.exit_code, again.calls[0]) == (0, first[1])
+    assert not kept.exists(), "it is removed at the end"
+    kept.write_text(f"{script.path}/other\n{script.path}/code\n")
+    assert script(**plain).exit_code == 2, "another job had this number"
 
 
 def test_a_job_that_cannot_claim_the_run_does_not_touch_it(script: Script) -> None:
