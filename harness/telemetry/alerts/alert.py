@@ -99,7 +99,12 @@ def render_alert(alert: Alert, *, run_dir: Path, host: str, base_url: str | None
         lines.append(f"post-mortem: {postmortem_link(alert.incident, run_dir=run_dir, base_url=base_url)}")
     if num_left_out:
         lines.append(f"{num_left_out} earlier alerts about incidents and actions were not sent (limit per hour)")
-    return "\n".join(lines)
+    return sendable("\n".join(lines))
+
+
+def sendable(text: str) -> str:
+    """The text without the characters that UTF-8 or an environment variable cannot hold."""
+    return text.encode(errors="replace").decode().replace("\0", "?")
 
 
 def postmortem_link(incident: int, *, run_dir: Path, base_url: str | None) -> str:

@@ -19,8 +19,8 @@ from harness.config.launch import LaunchConfig
 from harness.core.events import Action, RunEnded, SystemSampled
 from harness.core.rundir import RunDir
 from harness.telemetry.alerts.alert import Alert, alerts_of, postmortem_link, render_alert
-from harness.telemetry.alerts.channels import ChannelKind, DeliveryError, deliver
-from harness.telemetry.alerts.outbox import EXPIRES_S, AlertState, Outbox
+from harness.telemetry.alerts.channels import PROGRAM_TIMEOUT_S, ChannelKind, DeliveryError, deliver
+from harness.telemetry.alerts.outbox import EXPIRES_S, WAIT_S, AlertState, Outbox
 from harness.telemetry.alerts.stall_watch import StallWatch
 from harness.telemetry.event_log import Chunk, last_iteration, log_size
 from harness.telemetry.rank_progress import HangLimits
@@ -28,6 +28,8 @@ from harness.telemetry.sinks.sink import SinkKind, configuration, load_sink_stat
 from harness.telemetry.sinks.sink_log import log
 from harness.telemetry.sinks.trainer_watch import Trainer
 
+LAST_WAIT_S = 1.5 * PROGRAM_TIMEOUT_S
+"""How long the end waits for deliveries; longer than one may take."""
 REQUEUES = "requeues.jsonl"
 """Record of a Slurm job's ends, with the machines that failed its health check."""
 
@@ -76,8 +78,7 @@ class AlertSink:
             for alert in self._stalls.check(time.monotonic()):
                 self._outbox.add(alert, time.time())
         self._read_requeues()
-        for problem in self._outbox.deliver_due(time.time(), save=self.save):
-            log(f"alerts: {problem}")
+        self._deliver_due(WAIT_S)
 
     def save(self) -> None:
         save_state(self._run, SinkKind.alerts, self.state)
@@ -91,9 +92,14 @@ class AlertSink:
             place: dict[str, Any] = {"time": time.time(), "iteration": max(last_iteration(self._run.events), 0)}
             self._outbox.add(Alert(kind=AlertKind.failed, **place, message=message, topic="gone"), time.time())
             self.save()
-        self.poll()
+        self._read_requeues()
+        self._deliver_due(LAST_WAIT_S)
         if self.state.queue:
             raise DeliveryError(f"{len(self.state.queue)} alerts wait")
+
+    def _deliver_due(self, wait_s: float) -> None:
+        for problem in self._outbox.deliver_due(time.time(), save=self.save, wait_s=wait_s):
+            log(f"alerts: {problem}")
 
     def _deliver(self, channel: ChannelKind, alert: Alert, num_left_out: int) -> None:
         place: dict[str, Any] = {"run_dir": self._run.path, "base_url": self._cfg.base_url}

@@ -10,11 +10,14 @@ import json
 import os
 import subprocess
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from email.message import EmailMessage
 from enum import StrEnum
+from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, final
+from tempfile import TemporaryFile
+from typing import IO, Any, final
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
@@ -24,6 +27,9 @@ from harness.config.errors import ConfigError, require
 
 REQUEST_TIMEOUT_S = 10.0
 PROGRAM_TIMEOUT_S = 60.0
+LAST_BYTES = 4096
+REJECTED = (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY)
+"""Answers of a webhook that are about the content of an alert."""
 URL_KEY = "telemetry.alerts.webhook.url"
 
 
@@ -37,6 +43,10 @@ class ChannelKind(StrEnum):
 
 class DeliveryError(Exception):
     """A channel did not accept an alert; it may accept it later."""
+
+
+class RejectedError(DeliveryError):
+    """A channel does not accept this alert; it may accept others."""
 
 
 def channels_for(cfg: AlertsConfig, kind: AlertKind) -> list[ChannelKind]:
@@ -53,13 +63,21 @@ def deliver(channel: ChannelKind, cfg: AlertsConfig, fields: dict[str, Any]) -> 
     """Deliver an alert with these fields: `text` for people, the others for programs."""
     match channel:
         case ChannelKind.webhook:
-            assert cfg.webhook.url is not None
-            post_webhook(resolve_webhook(cfg.webhook.url), fields["text"])
+            post_webhook(find_webhook(cfg), fields["text"])
         case ChannelKind.command:
             variables = {f"HARNESS_ALERT_{name.upper()}": str(value) for name, value in fields.items()}
             run_program(cfg.command.run, json.dumps(fields) + "\n", variables)
         case ChannelKind.email:
             run_program([cfg.email.sendmail, "-t", "-i"], render_email(cfg, fields), {})
+
+
+def find_webhook(cfg: AlertsConfig) -> str:
+    """The URL of the webhook while a run trains. Its file may be missing for a moment, so that is no invalid config."""
+    assert cfg.webhook.url is not None
+    try:
+        return resolve_webhook(cfg.webhook.url)
+    except ConfigError as error:
+        raise DeliveryError(str(error)) from None
 
 
 def resolve_webhook(reference: str) -> str:
@@ -100,6 +118,8 @@ def post_webhook(url: str, text: str) -> None:
             pass
     except HTTPError as error:
         error.close()
+        if error.code in REJECTED:
+            raise RejectedError(f"the webhook rejected the alert with HTTP status {error.code}") from None
         advice = ", a redirect: give its final URL" if error.code // 100 == 3 else ""
         raise DeliveryError(f"the webhook answered with HTTP status {error.code}{advice}") from None
     except (OSError, HTTPException, ValueError) as error:
@@ -109,25 +129,40 @@ def post_webhook(url: str, text: str) -> None:
 
 
 def run_program(command: Sequence[str], text: str, variables: dict[str, str]) -> None:
-    """Run a program with `text` on stdin and these variables; an exit code other than 0 raises."""
-    try:
-        done = subprocess.run(
-            [*command],
-            input=text.encode(),
-            env=os.environ | variables,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            check=False,
-            timeout=PROGRAM_TIMEOUT_S,
-            start_new_session=True,
-        )
-    except subprocess.TimeoutExpired:
-        raise DeliveryError(f"{command[0]} took longer than {PROGRAM_TIMEOUT_S:g} s") from None
-    except OSError as error:
-        raise DeliveryError(f"cannot run {command[0]}: {error.strerror}") from None
-    if done.returncode != 0:
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        raise DeliveryError(f"{command[0]} exited with code {done.returncode}" + (f": {said[-1]}" if said else ""))
+    """Run a program with `text` on stdin and these variables; an exit code other than 0 raises.
+
+    What it writes to stderr goes to a file. A pipe would stay open as long as a process that it leaves behind.
+    """
+    with ExitStack() as files:
+        stderr: IO[bytes] | None = None
+        with suppress(OSError):  # no room for a file: the alert is sent without it
+            stderr = files.enter_context(TemporaryFile())
+        try:
+            done = subprocess.run(
+                [*command],
+                input=text.encode(),
+                env=os.environ | variables,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL if stderr is None else stderr,
+                check=False,
+                timeout=PROGRAM_TIMEOUT_S,
+                start_new_session=True,
+            )
+        except subprocess.TimeoutExpired:
+            raise DeliveryError(f"{command[0]} took longer than {PROGRAM_TIMEOUT_S:g} s") from None
+        except OSError as error:
+            raise DeliveryError(f"cannot run {command[0]}: {error.strerror}") from None
+        if done.returncode != 0:
+            said = last_line(stderr)
+            raise DeliveryError(f"{command[0]} exited with code {done.returncode}" + (f": {said}" if said else ""))
+
+
+def last_line(output: IO[bytes] | None) -> str:
+    """The last line that a program wrote; empty if there is none."""
+    if output is None:
+        return ""
+    output.seek(max(0, output.seek(0, os.SEEK_END) - LAST_BYTES))
+    return next(reversed(output.read().decode(errors="replace").strip().splitlines()), "")
 
 
 def render_email(cfg: AlertsConfig, fields: dict[str, Any]) -> str:

@@ -90,5 +90,7 @@ def test_the_text_names_run_place_and_post_mortem() -> None:
     ]
     linked = render_alert(alert, run_dir=run_dir, host="n1", base_url="https://files.example/runs/")
     assert linked.endswith("post-mortem: https://files.example/runs/big/incidents/003/postmortem.html")
+    odd = replace(alert, message="größer: a\0b \udcff")
+    assert render_alert(odd, run_dir=run_dir, host="n1", base_url=None).splitlines()[0] == "[big] größer: a?b ?"
     plain = Alert(kind=AlertKind.failed, **AT, message="gone", topic="gone")
     assert "post-mortem" not in render_alert(plain, run_dir=run_dir, host="n1", base_url=None)

@@ -97,6 +97,27 @@ def test_an_alert_waits_on_disk_for_its_server(
     assert titles(server) == ["[big] the sentinel halted the run at step 100: structural"]
 
 
+def test_a_webhook_whose_url_is_missing_for_a_moment_keeps_its_alerts_and_stops_no_other_channel(
+    make_run: MakeRun, server: WebhookServer, ended: RunEnded, tmp_path: Path
+) -> None:
+    secret, paged, pager = tmp_path / "url", tmp_path / "paged", tmp_path / "pager"
+    pager.write_text(f"#!/bin/sh\ncat >> {paged}\n")
+    pager.chmod(0o755)
+    run, _ = make_run(
+        "big", **{"mlflow": "false", "alerts.webhook.url": f"file:{secret}", "alerts.command.run": f"[{pager}]"}
+    )
+    send_until_end(run, None)
+    append(run, ended)
+    assert send_until_end(run, None) == 1, "the alert waits; the config is not invalid"
+    assert json.loads(paged.read_text())["kind"] == "finished"
+    secret.write_text(f"{server.url}\n")
+    state = json.loads(progress_file(run, SinkKind.alerts).read_text())
+    state["queue"][0]["not_before"] = 0.0  # the pause is over
+    progress_file(run, SinkKind.alerts).write_text(json.dumps(state))
+    assert send_until_end(run, None) == 0
+    assert titles(server) == ["[big] finished at step 100: all steps done"]
+
+
 def test_a_machine_that_fails_slurms_health_check_is_alerted(make_run: MakeRun, server: WebhookServer) -> None:
     run, cfg = make_run("big", **ON)
     line = {"time": time.time(), "job": "71", "unhealthy": {"node7": "GPU 3: uncorrectable ECC errors"}}

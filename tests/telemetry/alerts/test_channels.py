@@ -5,14 +5,18 @@ from __future__ import annotations
 import email
 import email.policy
 import json
+import os
+import signal
 import socket
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from harness.config.alerts import AlertCommandConfig, AlertsConfig, EmailConfig, WebhookConfig
-from harness.telemetry.alerts.channels import ChannelKind, DeliveryError, deliver, post_webhook
+from harness.telemetry.alerts import channels
+from harness.telemetry.alerts.channels import ChannelKind, DeliveryError, RejectedError, deliver, post_webhook
 from tests.telemetry.alerts.webhook_server import WebhookServer, webhook_server
 
 FIELDS = {"kind": "halt", "run": "big", "iteration": 7, "text": "[big] halted: größer\nsecond line"}
@@ -69,6 +73,49 @@ def test_a_command_gets_json_on_stdin_and_variables(tmp_path: Path) -> None:
         deliver(ChannelKind.command, AlertsConfig(command=AlertCommandConfig(run=[failing])), FIELDS)
     with pytest.raises(DeliveryError, match=r"^cannot run /no/pager: No such file or directory$"):
         deliver(ChannelKind.command, AlertsConfig(command=AlertCommandConfig(run=["/no/pager"])), FIELDS)
+
+
+@pytest.mark.parametrize("exit_code", [0, 7])
+def test_the_exit_code_of_a_command_decides_although_it_leaves_a_process_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exit_code: int
+) -> None:
+    """As `ssh` with ControlPersist does: the process that stays holds stderr."""
+    monkeypatch.setattr(channels, "PROGRAM_TIMEOUT_S", 10.0)
+    pid = tmp_path / "pid"
+    body = f"cat > {tmp_path}/stdin; echo no network >&2; sleep 600 & echo $! > {pid}; exit {exit_code}"
+    config = AlertsConfig(command=AlertCommandConfig(run=[script(tmp_path / "pager", body)]))
+    said = pytest.raises(DeliveryError, match=r"pager exited with code 7: no network$")
+    try:
+        with said if exit_code else nullcontext():
+            deliver(ChannelKind.command, config, FIELDS)
+    finally:
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+    assert json.loads((tmp_path / "stdin").read_text()) == FIELDS
+
+
+def test_a_url_that_cannot_be_read_for_a_moment_is_tried_again(
+    server: WebhookServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HOOK", raising=False)
+    with pytest.raises(DeliveryError, match=r"the environment variable HOOK is not set$"):
+        deliver(ChannelKind.webhook, AlertsConfig(webhook=WebhookConfig(url="env:HOOK")), FIELDS)
+    secret = tmp_path / "url"
+    config = AlertsConfig(webhook=WebhookConfig(url=f"file:{secret}"))
+    with pytest.raises(DeliveryError, match=r"url: No such file or directory$"):
+        deliver(ChannelKind.webhook, config, FIELDS)
+    secret.write_text("")
+    with pytest.raises(DeliveryError, match=r"does not hold an http or https URL$"):
+        deliver(ChannelKind.webhook, config, FIELDS)
+    secret.write_text(f"{server.url}\n")
+    deliver(ChannelKind.webhook, config, FIELDS)
+    assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_an_answer_about_the_content_rejects_the_alert_alone(server: WebhookServer, status: int) -> None:
+    server.status = status
+    with pytest.raises(RejectedError, match=f"^the webhook rejected the alert with HTTP status {status}$"):
+        post_webhook(server.url, "too long")
 
 
 def test_an_email_goes_through_sendmail(tmp_path: Path) -> None:

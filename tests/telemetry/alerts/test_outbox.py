@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from threading import Event as Flag
 from typing import Any
+
+import pytest
 
 from harness.config.alerts import AlertCommandConfig, AlertKind, AlertsConfig, WebhookConfig
 from harness.telemetry.alerts.alert import Alert
-from harness.telemetry.alerts.channels import ChannelKind, DeliveryError
+from harness.telemetry.alerts.channels import ChannelKind, DeliveryError, RejectedError
 from harness.telemetry.alerts.outbox import EXPIRES_S, AlertState, Outbox
 
 HOUR_S = 3600.0
@@ -23,6 +26,8 @@ class Receiver:
 
     def __init__(self, cfg: AlertsConfig, state: AlertState | None = None) -> None:
         self.down: set[ChannelKind] = set()
+        self.held: dict[ChannelKind, Flag] = {}
+        self.hated: dict[str, Exception] = {}
         self.got: list[tuple[str, str, int]] = []
         self.state = state or AlertState()
         self.outbox = Outbox(cfg, self.state, self.deliver)
@@ -31,13 +36,17 @@ class Receiver:
     def deliver(self, channel: ChannelKind, alert: Alert, num_left_out: int) -> None:
         if channel in self.down:
             raise DeliveryError("down")
+        if channel in self.held:
+            self.held[channel].wait()
+        if alert.topic in self.hated:
+            raise self.hated[alert.topic]
         self.got.append((channel, alert.topic, num_left_out))
 
     def save(self) -> None:
         self.saved = json.dumps(asdict(self.state))
 
-    def poll(self, now: float) -> list[str]:
-        return self.outbox.deliver_due(now, save=self.save)
+    def poll(self, now: float, wait_s: float = 60) -> list[str]:
+        return self.outbox.deliver_due(now, save=self.save, wait_s=wait_s)
 
 
 def two_channels(**settings: Any) -> AlertsConfig:
@@ -88,6 +97,48 @@ def test_a_channel_that_is_down_is_retried_in_order_and_delays_no_other() -> Non
     assert restarted.state.queue == []
     restarted.outbox.add(alert("halt", AlertKind.halt), 3000.0)
     assert restarted.state.queue == [], "the topics survive the restart too"
+
+
+def test_a_channel_that_takes_long_delays_no_other_and_delivers_once_and_in_order() -> None:
+    receiver = Receiver(two_channels())
+    slow = receiver.held[ChannelKind.webhook] = Flag()
+    for topic in ("halt", "failed"):
+        receiver.outbox.add(alert(topic, AlertKind.halt), 0.0)
+    for now in (0.0, 5.0):
+        assert receiver.poll(now, wait_s=0.2) == []
+    assert receiver.got == [("command", "halt", 0), ("command", "failed", 0)]
+    assert [item["channel"] for item in receiver.state.queue] == ["webhook", "webhook"]
+    slow.set()
+    receiver.poll(6.0)
+    assert receiver.got[2:] == [("webhook", "halt", 0), ("webhook", "failed", 0)]
+    assert receiver.state.queue == json.loads(receiver.saved)["queue"] == []
+
+
+@pytest.mark.parametrize("error", [RejectedError("HTTP status 400"), ValueError("embedded null byte")], ids=str)
+def test_an_alert_that_its_channel_never_accepts_holds_up_no_later_one(error: Exception) -> None:
+    receiver = Receiver(AlertsConfig(command=AlertCommandConfig(run=["pager"])))
+    receiver.hated = {"hated": error}
+    for topic in ("hated", "halt", "failed"):
+        receiver.outbox.add(alert(topic), 0.0)
+    (problem,) = receiver.poll(0.0)
+    assert problem.endswith(f"{error}; next try in 2 s")
+    assert receiver.got == [("command", "halt", 0), ("command", "failed", 0)]
+    receiver.outbox.add(alert("later"), 1.0)
+    assert receiver.poll(1.0) == []
+    assert receiver.got[2:] == [("command", "later", 0)]
+    receiver.hated = {}
+    restarted = Receiver(two_channels(), AlertState(**json.loads(receiver.saved)))
+    restarted.poll(2.0)
+    assert restarted.got == [("command", "hated", 0)]
+
+
+def test_an_alert_of_a_later_version_stops_no_other() -> None:
+    receiver = Receiver(two_channels())
+    for topic in ("later", "halt"):
+        receiver.outbox.add(alert(topic), 0.0)
+    receiver.state.queue[0]["alert"]["kind"] = "unknown"
+    assert len(receiver.poll(0.0)) == 1
+    assert receiver.got == [("command", "halt", 0)]
 
 
 def test_pauses_are_bounded_and_an_old_alert_is_dropped() -> None:
