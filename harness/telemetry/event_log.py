@@ -36,7 +36,15 @@ from harness.core.event_json import parse, to_json
 from harness.core.events import EndCause, Event, RunEnded, RunRestarted, RunStarted, StepRecord
 from harness.core.locking import run_lease
 from harness.core.stderr_lines import print_warning
-from harness.telemetry.log_index import IndexWriter, covered_until, read_blocks, sample_lines, whole_lines
+from harness.telemetry.log_index import (
+    IndexWriter,
+    between,
+    covered_until,
+    rare_lines,
+    read_blocks,
+    sample_lines,
+    whole_lines,
+)
 
 TAIL_BYTES = 64 * 1024
 CHUNK_BYTES = 1 << 20
@@ -204,12 +212,23 @@ def events_since(path: Path, iteration: int) -> list[Event]:
     return events[seen[-1] + 1 :] if seen else events
 
 
+def read_non_step_events(path: Path) -> list[Event]:
+    """All events of a log except step records."""
+    return [event for event in _parse_all(rare_lines(path)) if not isinstance(event, StepRecord)]
+
+
+def read_steps(path: Path, first: int, last: int) -> list[StepRecord]:
+    """Step records of a log from iteration `first` to `last`, both included."""
+    inside = _parse_all(between(path, first, last))
+    return [event for event in inside if isinstance(event, StepRecord) and first <= event.iteration <= last]
+
+
 def _is_record_until(event: Event, iteration: int) -> bool:
     return isinstance(event, StepRecord) and event.iteration <= iteration
 
 
 def _parse_all(lines: Iterable[bytes]) -> list[Event]:
-    return [event for line in lines for event in parse(line.decode(errors="replace"))]
+    return [event for line in lines for event in parse(line.decode(errors="replace")) if type(event.iteration) is int]
 
 
 @final

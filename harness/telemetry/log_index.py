@@ -226,7 +226,7 @@ def rare_lines(log: Path) -> Iterator[bytes]:
 
 
 def between(log: Path, first: int, last: int) -> Iterator[bytes]:
-    """The lines of all blocks with a step in this range of iterations, both ends included; also other lines."""
+    """The steps in this range of iterations, both ends included; also other lines near them that are no steps."""
     chosen = [
         block
         for block in read_blocks(log)
@@ -236,7 +236,10 @@ def between(log: Path, first: int, last: int) -> Iterator[bytes]:
         return
     with log.open("rb") as file:
         for block in chosen:
-            yield from whole_lines(file, block.start, block.end)
+            for line in whole_lines(file, block.start, block.end):
+                step = STEP.match(line)
+                if step is None or first <= int(step[1]) <= last:
+                    yield line
 
 
 class LogSample(NamedTuple):

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.analysis.postmortem.endings import find_ending
-from harness.analysis.postmortem.gather import find_incident, folder_of, incidents, read_non_step_events, remarks
+from harness.analysis.postmortem.gather import find_incident, folder_of, incidents, remarks
 from harness.analysis.postmortem.write import MARKDOWN, write_folder
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, require
 from harness.core.events import Incident
+from harness.telemetry.event_log import read_non_step_events
 from launch.cli.parser import CommandParser
 from launch.cli.remote_runs import run_dir_of
 

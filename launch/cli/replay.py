@@ -20,12 +20,14 @@ from pathlib import Path
 from harness.analysis.replay import history
 from harness.analysis.replay.history import History
 from harness.analysis.replay.replay_text import render
-from harness.analysis.replay.request import plan_replay
+from harness.analysis.replay.request import choose_path, plan_replay
 from harness.config import compose
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError, require
 from harness.config.schema import Config
-from harness.core import event_json
 from harness.core.rundir import RunDir, write_atomically
+from harness.core.stderr_lines import print_warning
+from harness.telemetry.event_log import read_steps
+from harness.telemetry.log_index import read_blocks
 from launch.cli.parser import CommandParser
 
 DESCRIPTION = """\
@@ -33,7 +35,8 @@ Restore the newest good checkpoint before the step that caused an incident, repl
 twice. If the logged values recur, the cause is deterministic; otherwise it is transient (the hardware). Names the first
 operation with a non-finite result, forward or backward, measures activations and token losses of the step, and compares
 the batch with its neighbours on this and on an older state (data, or data x state). --precision fp32 repeats the step
-in fp32. The result is RUN/incidents/NNN/replay.json; the post-mortem is rewritten with it.
+in fp32. The result is RUN/incidents/NNN/replay.json; the post-mortem is rewritten with it. If RUN cannot be written,
+the result is only printed.
 """
 LONG_S = 7 * 86400.0
 """Disables hang detection: a replay has no training loop with a heartbeat."""
@@ -46,10 +49,8 @@ def main(argv: Sequence[str]) -> int:
         run = RunDir(args.run)
         require(run.events.is_file(), str(run.path), "is not a run directory: it has no events.jsonl")
         cfg = compose.read(run.config)
-        report = replay(run, cfg, args)
-        text = report.read_text(encoding="utf-8")
-        if args.incident is not None:
-            update_postmortem(run, args.incident)
+        text = replay(run, cfg, args)
+        store_result(run, args, text)
     except (ConfigError, StorageError) as error:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_INTERRUPTED if isinstance(error, StorageError) else EXIT_BAD_CONFIG
@@ -72,15 +73,13 @@ def build_parser() -> ArgumentParser:
     return parser
 
 
-def replay(run: RunDir, cfg: Config, args: Namespace) -> Path:
-    """Run the ranks of the replay; returns the path of the result."""
-    log = history.read(event_json.read(run.events))
+def replay(run: RunDir, cfg: Config, args: Namespace) -> str:
+    """Run the ranks of the replay; returns the result."""
+    log = history.read(run.events)
     iteration = find_iteration(log, args)
     ranks = args.ranks or log.world_size(iteration)
     require(ranks >= 1, "--ranks", f"must be at least 1, got {ranks}")
-    folder = f"{args.incident:03d}" if args.incident else f"iteration-{iteration}"
-    report = run.incidents / folder / history.REPLAY_FILE
-    planned = plan_replay(run, cfg, log, iteration, ranks=ranks, report=Path())
+    planned = plan_replay(run, cfg, log, choose_path(run, log, iteration), ranks=ranks, report=Path())
     order = replace(planned, with_samples=args.batch, in_fp32=args.precision is not None)
 
     from harness.analysis.replay.rerun import replay_config, run_replay_worker
@@ -92,12 +91,26 @@ def replay(run: RunDir, cfg: Config, args: Namespace) -> Path:
         replay_cfg = replace(replay_config(cfg), launch=launch_cfg, run=run_cfg)
         if ranks % cfg.parallel.context:  # these ranks cannot share sequences as the run did
             replay_cfg = replace(replay_cfg, parallel=replace(replay_cfg.parallel, context=1))
-        result = Path(scratch) / report.name
+        result = Path(scratch) / history.REPLAY_FILE
         code = start.launch(replay_cfg, partial(run_replay_worker, replace(order, report=result)))
         require(code == EXIT_DONE, str(run.path), f"the replay ended with exit code {code}")
+        return result.read_text(encoding="utf-8")
+
+
+def store_result(run: RunDir, args: Namespace, text: str) -> None:
+    """Write the result into the run directory, and the post-mortem of the incident again.
+
+    A user who may only read the run gets a warning: the result is printed in any case.
+    """
+    folder = f"{args.incident:03d}" if args.incident is not None else f"iteration-{args.iteration}"
+    report = run.incidents / folder / history.REPLAY_FILE
+    try:
         report.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(report, result.read_text(encoding="utf-8"))
-    return report
+        write_atomically(report, text)
+        if args.incident is not None:
+            update_postmortem(run, args.incident)
+    except OSError as error:
+        print_warning(f"the result is printed and not stored: {error.filename or report}: {error.strerror}")
 
 
 def update_postmortem(run: RunDir, incident: int) -> None:
@@ -111,6 +124,9 @@ def update_postmortem(run: RunDir, incident: int) -> None:
 def find_iteration(log: History, args: Namespace) -> int:
     if args.incident is not None:
         return history.guilty_step(log, args.incident).iteration
-    known = f"the log has {min(log.records)} to {max(log.records)}" if log.records else "the log has none"
-    require(args.iteration in log.records, "--iteration", f"no iteration {args.iteration}; {known}")
-    return int(args.iteration)
+    iteration: int = args.iteration
+    if not read_steps(log.log, iteration, iteration):
+        ends = [end for block in read_blocks(log.log) for end in (block.first, block.last) if end is not None]
+        known = f"the log has {min(ends)} to {max(ends)}" if ends else "the log has none"
+        raise ConfigError("--iteration", f"no iteration {iteration}; {known}")
+    return iteration

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.analysis.postmortem.evidence import Evidence
-from harness.analysis.postmortem.gather import find_incident, gather_evidence, read_steps, settings_of
+from harness.analysis.postmortem.gather import find_incident, gather_evidence, settings_of
 from harness.analysis.postmortem.measures import measure
 from harness.analysis.postmortem.rules.hypotheses import rank_causes, root_cause
 from harness.analysis.postmortem.rules.remedies import remedy_of
@@ -28,6 +28,7 @@ from harness.analysis.postmortem.write import complete_evidence
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError, require
 from harness.core.events import StepRecord
 from harness.core.rundir import RunDir
+from harness.telemetry.event_log import read_steps
 from launch.cli.parser import CommandParser
 
 DESCRIPTION = """\

@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 
 from harness.analysis.dashboard.story import Story
-from harness.analysis.postmortem import gather
+from harness.analysis.replay import history
 from harness.config.errors import EXIT_DONE, EXIT_INTERRUPTED
 from harness.core import event_json, events
 from harness.core.event_json import read, to_json
@@ -75,9 +75,11 @@ def steps(run: RunDir, first: int, last: int) -> list[StepRecord]:
 def check(run: RunDir) -> None:
     """Assert that every exact reader agrees with a full read, and that no file changes."""
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.path.iterdir()}
-    assert gather.read_non_step_events(run.events) == rare_events(run)
+    assert event_log.read_non_step_events(run.events) == rare_events(run)
     for first, last in ((0, 3), (299, 302), (590, 610), (NUM_STEPS - 1, 2 * NUM_STEPS)):
-        assert gather.read_steps(run.events, first, last) == steps(run, first, last)
+        assert event_log.read_steps(run.events, first, last) == steps(run, first, last)
+        nearby = parse_lines(log_index.between(run.events, first, last))
+        assert [event for event in nearby if isinstance(event, StepRecord)] == steps(run, first, last)
     blocks = read_blocks(run.events)
     assert [block.start for block in blocks] == [0, *(block.end for block in blocks[:-1])]
     assert blocks[-1].end == run.events.stat().st_size
@@ -108,9 +110,9 @@ def test_a_missing_torn_or_wrong_index_changes_no_result(run: RunDir) -> None:
     index.write_text("".join(lines))
     short = run.events.read_bytes()[:200_000]
     run.events.write_bytes(short[: short.rindex(b"\n") + 1])
-    assert gather.read_non_step_events(run.events) == rare_events(run)
+    assert event_log.read_non_step_events(run.events) == rare_events(run)
     run.events.write_bytes(b"x" * 5 + b"\n" + run.events.read_bytes())
-    assert gather.read_non_step_events(run.events) == rare_events(run)
+    assert event_log.read_non_step_events(run.events) == rare_events(run)
 
 
 def test_the_index_continues_after_a_torn_line_and_a_line_of_another_process(run: RunDir, make_step: MakeStep) -> None:
@@ -250,8 +252,11 @@ def bytes_read(act: Callable[[], object]) -> int:
 def test_readers_of_a_long_log_read_little(long_log: Path) -> None:
     run = RunDir(long_log.parent)
     assert long_log.stat().st_size > 200 * MIB
-    assert bytes_read(lambda: gather.read_non_step_events(long_log)) < 8 * MIB
-    assert bytes_read(lambda: gather.read_steps(long_log, FIRST + 250_000, FIRST + 250_250)) < 8 * MIB
+    assert bytes_read(lambda: event_log.read_non_step_events(long_log)) < 8 * MIB
+    assert bytes_read(lambda: event_log.read_steps(long_log, FIRST + 250_000, FIRST + 250_250)) < 8 * MIB
+    assert bytes_read(lambda: history.read(long_log)) < 8 * MIB
+    path = history.ReplayPath(LAST - 1, None, None, [range(LAST - 100_250, LAST - 100_000), range(LAST - 9, LAST)])
+    assert bytes_read(lambda: history.read_path(history.History(long_log), path)) < 8 * MIB
     assert bytes_read(lambda: events_since(long_log, LAST - 1000)) < 8 * MIB
     assert bytes_read(lambda: collect(long_log)) < 64 * MIB
     assert bytes_read(lambda: Story().read_more(run)) < 128 * MIB

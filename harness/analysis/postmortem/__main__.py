@@ -11,12 +11,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.analysis.postmortem.gather import find_incident, read_non_step_events, remarks
+from harness.analysis.postmortem.gather import find_incident, remarks
 from harness.analysis.postmortem.write import write_folder
 from harness.analysis.replay.after_run import replay_after_run
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError
 from harness.core.child_process import lower_priority
 from harness.core.rundir import RunDir
+from harness.telemetry.event_log import read_non_step_events
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,7 +13,7 @@ configuration (`harness.analysis.postmortem.overrides`). Both take seconds.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -35,7 +35,6 @@ from harness.analysis.replay.measured_step import add_measurements
 from harness.checkpoint.catalog import Health, list_checkpoints
 from harness.config import compose, conf_files
 from harness.config.errors import ConfigError, StorageError, require
-from harness.core import event_json
 from harness.core.batch_sizes import read_token_schedule
 from harness.core.credentials import without_credentials
 from harness.core.events import (
@@ -57,8 +56,7 @@ from harness.core.events import (
 )
 from harness.core.rundir import RunDir
 from harness.sentinel.policy.policy_state import RESTORES
-from harness.telemetry.event_log import tail
-from harness.telemetry.log_index import between, rare_lines
+from harness.telemetry.event_log import read_non_step_events, read_steps, tail
 
 BEFORE, AFTER = 200, 50
 """Iterations before and after an incident that belong to its evidence."""
@@ -73,27 +71,9 @@ SCHEDULE_KEYS = ("batch_size", "batch_size_warmup", "sequence_length")
 RECENT_BYTES = 32 << 20
 
 
-def read_non_step_events(path: Path) -> list[Event]:
-    """All events of a log except step records."""
-    return [event for event in _events(rare_lines(path)) if not isinstance(event, StepRecord)]
-
-
-def read_steps(path: Path, first: int, last: int) -> list[StepRecord]:
-    """Step records of a log from iteration `first` to `last`, both included."""
-    inside = _events(between(path, first, last))
-    return [event for event in inside if isinstance(event, StepRecord) and first <= event.iteration <= last]
-
-
 def recent_steps(path: Path, num_bytes: int = RECENT_BYTES) -> list[StepRecord]:
     """Step records in the last `num_bytes` of a log."""
     return [event for event in tail(path, num_bytes) if isinstance(event, StepRecord)]
-
-
-def _events(lines: Iterable[bytes]) -> Iterator[Event]:
-    for line in lines:
-        for event in event_json.parse(line.decode(errors="replace")):
-            if type(event.iteration) is int:
-                yield event
 
 
 def incidents(log: Sequence[Event]) -> list[Incident]:
@@ -184,7 +164,7 @@ def gather_evidence(run: RunDir, incident: Incident) -> Evidence:
     require(run.events.exists(), str(run.path), f"is not a run directory: it has no {run.events.name}")
     log = read_non_step_events(run.events)
     first, last = incident.onset - BEFORE, incident.last + AFTER
-    faults = [event for event in _events(rare_lines(run.faults)) if isinstance(event, FaultInjected)]
+    faults = [event for event in read_non_step_events(run.faults) if isinstance(event, FaultInjected)]
     is_remark = incident.verdict == REMARK
     facts = read_run_facts(run, log)
     summary = summarize_incident(run, incident, log, facts)

@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from harness.analysis.replay import history
-from harness.analysis.replay.request import ReplayRequest, plan_replay
+from harness.analysis.replay.request import choose_path, plan_replay
 from harness.config import compose
 from harness.config.errors import ConfigError, StorageError
 from harness.config.parallel import DeviceKind
 from harness.config.schema import Config
-from harness.core import event_json
 from harness.core.memory_limits import free_bytes
 from harness.core.rundir import RunDir, write_atomically
 from harness.model.size import flops_per_token, num_parameters
@@ -68,11 +67,12 @@ def replay_after_run(run: RunDir, incident: int, *, within_s: float) -> bool:
 def replay_on_cpu(run: RunDir, incident: int, report: Path, *, within_s: float) -> None:
     """Replay on one rank; `ConfigError` if it does not fit into the time or the memory."""
     cfg = compose.read(run.config)
-    log = history.read(event_json.read(run.events))
+    log = history.read(run.events)
     iteration = history.guilty_step(log, incident).iteration
     report.parent.mkdir(parents=True, exist_ok=True)
-    planned = plan_replay(run, cfg, log, iteration, ranks=1, report=report)
-    check_cost(cfg, planned, within_s=within_s, memory_bytes=free_bytes())
+    path = choose_path(run, log, iteration)
+    check_cost(cfg, path.num_iterations, within_s=within_s, memory_bytes=free_bytes())
+    planned = plan_replay(run, cfg, log, path, ranks=1, report=report)
     from harness.analysis.replay.rerun import replay_config, run_replay_worker
 
     share = math.ceil(cfg.train.batch_size / (log.world_size(iteration) // cfg.parallel.context))
@@ -85,12 +85,12 @@ def replay_on_cpu(run: RunDir, incident: int, report: Path, *, within_s: float) 
     run_replay_worker(replace(planned, exactly=is_exact), on_cpu)
 
 
-def check_cost(cfg: Config, planned: ReplayRequest, *, within_s: float, memory_bytes: float) -> None:
+def check_cost(cfg: Config, num_steps: int, *, within_s: float, memory_bytes: float) -> None:
     """Reject a replay that takes longer than the limit, or more than half of the free memory."""
-    tokens = (len(planned.steps) + EXTRA_STEPS) * cfg.train.batch_size * cfg.train.sequence_length
+    tokens = (num_steps + EXTRA_STEPS) * cfg.train.batch_size * cfg.train.sequence_length
     seconds = tokens * flops_per_token(cfg.model, cfg.train.sequence_length) / CPU_FLOPS
     if seconds > within_s:
-        raise ConfigError("", f"{len(planned.steps)} steps would take about {seconds:.0f} s on the CPU")
+        raise ConfigError("", f"{num_steps} steps would take about {seconds:.0f} s on the CPU")
     needed = BYTES_PER_PARAMETER * num_parameters(cfg.model)
     if needed > MEMORY_SHARE * memory_bytes:
         raise ConfigError(

@@ -1,38 +1,49 @@
-"""Reads the event log as a tree of states, to find the steps from a checkpoint to any logged step.
+"""Finds the steps from a checkpoint to any logged step, without reading the others.
 
-Why: iterations only increase, but after a rewind, a rollback or a restart the next one starts from an older state. A
-replay must follow the same path.
-How: every record has a parent, the iteration whose state it started from; usually the previous one. `find_path` walks
-back from a step to the newest checkpoint on disk. A rejected update changes nothing, so it is not part of the path.
+Why: after a rewind, a rollback or a restart the next iteration starts from an older state. A replay must follow the
+same path. A long log has gigabytes of steps, and the path usually has a few hundred.
+How: iterations only increase, so every restore begins a stretch of iterations. Its first step starts from the restored
+state, and every other one from the state that the step before it left. Restores and checkpoints are rare lines of the
+log (`harness.telemetry.log_index`). `find_path` goes from a step back to the newest checkpoint on disk, stretch by
+stretch; then only the steps in between are read. A rejected update changes nothing, so it is not part of the path.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from harness.config.errors import ConfigError
-from harness.core.events import Action, CheckpointSaved, Event, Finding, Outcome, RunStarted, StepRecord
+from harness.core.events import Action, CheckpointSaved, Finding, Outcome, RunStarted, StepRecord
 from harness.core.rundir import RunDir
 from harness.sentinel.policy.policy_state import RESTORES
+from harness.telemetry.event_log import read_non_step_events, read_steps
 
 REPLAY_FILE = "replay.json"
 START = 0
 """Iteration of the initial state of a run."""
 
 
+class Restore(NamedTuple):
+    """A start, a rewind or a rollback."""
+
+    after: int
+    """The last iteration before it."""
+    target: int
+    """The iteration whose state was restored."""
+
+
 @final
 @dataclass(slots=True)
 class History:
-    """Step records of a run with the state each started from, and the checkpoints that were saved."""
+    """What a log says about the states of a run, without its steps."""
 
-    records: dict[int, StepRecord] = field(default_factory=dict)
-    parents: dict[int, int] = field(default_factory=dict)
-    """Iteration -> the iteration whose state it started from."""
+    log: Path
+    restores: list[Restore] = field(default_factory=list)
     checkpoints: dict[str, int] = field(default_factory=dict)
     """Directory -> the iteration it was saved after."""
     worlds: dict[int, int] = field(default_factory=dict)
@@ -45,20 +56,18 @@ class History:
         return [size for first, size in self.worlds.items() if first <= iteration][-1]
 
 
-def read(events: Iterable[Event]) -> History:
-    """Read the events of a log."""
-    history, current = History(), START
-    for event in events:
+def read(log: Path) -> History:
+    """Read the events of a log, except its steps."""
+    history = History(log)
+    for event in read_non_step_events(log):
         match event:
-            case StepRecord():
-                history.records[event.iteration] = event
-                history.parents[event.iteration] = current
-                current = event.iteration
             case RunStarted():
                 history.worlds[event.iteration + 1] = event.world_size
-                current = _iteration_of(event.resumed_from or "", history.checkpoints)
+                history.restores.append(
+                    Restore(event.iteration, _iteration_of(event.resumed_from or "", history.checkpoints))
+                )
             case Outcome(succeeded=True) if event.kind in RESTORES:
-                current = _iteration_of(event.target, history.checkpoints)
+                history.restores.append(Restore(event.iteration, _iteration_of(event.target, history.checkpoints)))
             case CheckpointSaved():
                 history.checkpoints[event.directory] = event.iteration
             case Finding():
@@ -86,44 +95,65 @@ def guilty_step(history: History, incident: int) -> StepRecord:
     last = actions[0].iteration
     onsets = [found.onset for found in history.findings if actions[0].onset <= found.iteration <= last]
     first = min([actions[0].onset, *onsets])
-    records = [history.records[at] for at in range(first, last + 1) if at in history.records]
+    records = read_steps(history.log, first, last)
     refused = [record for record in records if record.refused]
     if not records:
         raise ConfigError("--incident", f"the log has no step between iterations {first} and {last}")
     return (refused or records)[0]
 
 
-class ReplayPath(NamedTuple):
-    """The steps from a checkpoint to a logged step."""
+@final
+@dataclass(frozen=True, slots=True)
+class ReplayPath:
+    """The way from a checkpoint to a logged step."""
 
+    iteration: int
+    """The requested step."""
     checkpoint: str | None
     """The state to start from; None: the initial state, which the seed determines."""
-    records: list[StepRecord]
-    """The steps to replay; the requested one is last."""
+    older: str | None
+    """The checkpoint before that one on the same path; None: the initial state."""
+    stretches: list[range]
+    """The iterations to replay, in order; the requested one is last."""
+
+    @property
+    def num_iterations(self) -> int:
+        return sum(map(len, self.stretches))
 
 
 def find_path(history: History, iteration: int, available: Collection[str]) -> ReplayPath:
     """The shortest path from an available checkpoint to a step."""
-    taken = {history.checkpoints[name]: name for name in sorted(available) if name in history.checkpoints}
-    steps, current = [history.records[iteration]], history.parents[iteration]
-    while current != START and current not in taken:
-        record = history.records[current]
-        if not record.refused:
-            steps.append(record)
-        current = history.parents[current]
-    return ReplayPath(taken.get(current), steps[::-1])
+    saved = {history.checkpoints[name]: name for name in available if name in history.checkpoints}
+    on_path: list[str] = []
+    stretches: list[range] = []
+    for stretch in stretches_before(history, iteration):
+        inside = sorted((at for at in saved if at in stretch and at < iteration), reverse=True)
+        if not on_path:
+            stretches.append(range(inside[0] + 1 if inside else stretch.start, stretch.stop))
+        on_path += [saved[at] for at in inside]
+    newest, older, *_ = [*on_path, None, None]
+    return ReplayPath(iteration, newest, older, stretches[::-1])
 
 
-def older_checkpoint(history: History, iteration: int, available: Collection[str], than: str | None) -> str | None:
-    """The next older checkpoint on the same path; None: the initial state."""
-    before = history.checkpoints.get(than or "", START)
-    states, current = set(), history.parents[iteration]
-    while current != START:
-        states.add(current)
-        current = history.parents[current]
-    taken = {name: history.checkpoints.get(name, START) for name in available}
-    earlier = [(at, name) for name, at in taken.items() if at in states and at < before]
-    return max(earlier)[1] if earlier else None
+def stretches_before(history: History, iteration: int) -> Iterator[range]:
+    """The iterations that led to this one, itself included: from each restore on, the newest first."""
+    last = iteration
+    while last > START:
+        began = [restore for restore in history.restores if restore.after < last] or [Restore(START, START)]
+        yield range(began[-1].after + 1, last + 1)
+        last = min(began[-1].target, began[-1].after)
+
+
+def read_path(history: History, path: ReplayPath) -> list[StepRecord]:
+    """The steps to replay; the requested one is last."""
+    records = [
+        record
+        for stretch in path.stretches
+        if stretch
+        for record in read_steps(history.log, stretch.start, stretch.stop - 1)
+        if not record.refused or record.iteration == path.iteration
+    ]
+    return list({record.iteration: record for record in records}.values())
 
 
 def read_replay(folder: Path) -> dict[str, Any] | None:

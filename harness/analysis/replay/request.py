@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from harness.analysis.replay import history
-from harness.analysis.replay.history import History
+from harness.analysis.replay.history import History, ReplayPath
 from harness.checkpoint import catalog
 from harness.checkpoint.catalog import Health
 from harness.config.schema import Config
@@ -44,21 +44,25 @@ class ReplayRequest:
     """Corrupts the data again, in a drill."""
 
 
-def plan_replay(run: RunDir, cfg: Config, log: History, iteration: int, *, ranks: int, report: Path) -> ReplayRequest:
-    """The replay of one iteration from the newest usable checkpoint before it."""
+def choose_path(run: RunDir, log: History, iteration: int) -> ReplayPath:
+    """The path to one iteration from the newest usable checkpoint before it."""
     good = [
         checkpoint.name
         for checkpoint in catalog.list_checkpoints(run.checkpoints)
         if checkpoint.health in (Health.good, Health.candidate)
     ]
-    path = history.find_path(log, iteration, good)
-    world_size = log.world_size(iteration)
+    return history.find_path(log, iteration, good)
+
+
+def plan_replay(run: RunDir, cfg: Config, log: History, path: ReplayPath, *, ranks: int, report: Path) -> ReplayRequest:
+    """The replay of a path; reads its steps from the log."""
+    world_size = log.world_size(path.iteration)
     return ReplayRequest(
         run=run.path.resolve(),
         report=report,
         checkpoint=path.checkpoint,
-        steps=path.records,
-        older=history.older_checkpoint(log, iteration, good, path.checkpoint),
+        steps=history.read_path(log, path),
+        older=path.older,
         exactly=ranks == world_size and can_reproduce(run, cfg),
         with_samples=False,
         tamper=partial(repeat_data_fault, run.path.resolve(), world_size, cfg.parallel.context)

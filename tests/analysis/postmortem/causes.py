@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from harness.analysis.postmortem.gather import gather_evidence, incidents, read_non_step_events, remarks
+from harness.analysis.postmortem.gather import gather_evidence, incidents, remarks
 from harness.analysis.postmortem.measures import measure
 from harness.analysis.postmortem.rules.causes import Cause
 from harness.analysis.postmortem.rules.hypotheses import rank_causes, root_cause
 from harness.core.rundir import RunDir
+from harness.telemetry.event_log import read_non_step_events
 
 INJECTED = {
     "nan_loss": Cause.corrupted_rank,

@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from harness.analysis.postmortem.evidence import Evidence
-from harness.analysis.postmortem.gather import gather_evidence, incidents, read_non_step_events, remarks
+from harness.analysis.postmortem.gather import gather_evidence, incidents, remarks
 from harness.core.event_json import to_json
 from harness.core.events import (
     Action,
@@ -27,6 +27,7 @@ from harness.core.events import (
     StepRecord,
 )
 from harness.core.rundir import RunDir
+from harness.telemetry.event_log import read_non_step_events
 from tests.sentinel.series import record
 
 ONSET = 150

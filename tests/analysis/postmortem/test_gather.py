@@ -13,14 +13,7 @@ from harness.analysis.diagnose.decision_tree import render, walk
 from harness.analysis.diagnose.logged_run import LoggedRun
 from harness.analysis.postmortem import evidence as schema
 from harness.analysis.postmortem import gather as gather_module
-from harness.analysis.postmortem.gather import (
-    find_incident,
-    gather_evidence,
-    incidents,
-    read_non_step_events,
-    read_steps,
-    remarks,
-)
+from harness.analysis.postmortem.gather import find_incident, gather_evidence, incidents, remarks
 from harness.analysis.postmortem.overrides import computed_settings, overrides_of
 from harness.analysis.postmortem.report import markdown_report
 from harness.config import compose
@@ -28,6 +21,7 @@ from harness.config.errors import ConfigError
 from harness.core.event_json import to_json
 from harness.core.events import ActionKind, Event, FindingKind, Incident, StepRecord
 from harness.core.rundir import RunDir
+from harness.telemetry.event_log import read_non_step_events, read_steps
 from tests.analysis.postmortem import stories
 from tests.analysis.postmortem.stories import ONSET, evidence_of, log_of, write
 from tests.sentinel.series import config, record

@@ -6,13 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.analysis.postmortem.gather import (
-    find_incident,
-    gather_evidence,
-    incidents,
-    read_non_step_events,
-    read_steps,
-)
+from harness.analysis.postmortem.gather import find_incident, gather_evidence, incidents
 from harness.analysis.postmortem.measures import measure
 from harness.analysis.postmortem.rules.causes import Cause
 from harness.analysis.postmortem.rules.hypotheses import rank_causes
@@ -20,6 +14,7 @@ from harness.analysis.postmortem.rules.remedies import remedy_of
 from harness.analysis.postmortem.verification import check_log, verification_of
 from harness.analysis.postmortem.write import complete_evidence
 from harness.core.rundir import RunDir
+from harness.telemetry.event_log import read_non_step_events, read_steps
 from launch.cli.main import main
 from tests import composed
 from tests.analysis.postmortem import rare_burst

@@ -18,32 +18,23 @@ from harness.analysis.replay.after_run import (
     replay_after_run,
     time_limit,
 )
-from harness.analysis.replay.request import ReplayRequest
 from harness.config.errors import ConfigError
 from harness.core.events import Incident
 from tests.analysis.postmortem import stories
 from tests.composed import load
 from tests.distributed.cases import TINY
-from tests.sentinel.series import record
-
-
-def request(num_steps: int) -> ReplayRequest:
-    steps = [record(at, 3.0) for at in range(num_steps)]
-    return ReplayRequest(
-        run=Path(), report=Path(), checkpoint=None, steps=steps, older=None, exactly=False, with_samples=False
-    )
 
 
 def test_a_replay_that_takes_too_long_is_not_begun() -> None:
     cfg = load(TINY)
-    check_cost(cfg, request(10), within_s=60, memory_bytes=1e9)
+    check_cost(cfg, 10, within_s=60, memory_bytes=1e9)
     with pytest.raises(ConfigError, match=r"100000 steps would take about [0-9]+ s on the CPU"):
-        check_cost(cfg, request(100_000), within_s=60, memory_bytes=1e9)
+        check_cost(cfg, 100_000, within_s=60, memory_bytes=1e9)
     with pytest.raises(ConfigError, match=r"of memory, and 0\.0 GB are free"):
-        check_cost(cfg, request(10), within_s=60, memory_bytes=1e6)
+        check_cost(cfg, 10, within_s=60, memory_bytes=1e6)
     large = replace(cfg, model=load(["model=1b"]).model)
     with pytest.raises(ConfigError, match="on the CPU"):
-        check_cost(large, request(10), within_s=60, memory_bytes=1e15)
+        check_cost(large, 10, within_s=60, memory_bytes=1e15)
 
 
 def test_time_limit() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
-from harness.analysis.replay.history import find_path, guilty_step, older_checkpoint, read
+from harness.analysis.replay.history import History, find_path, guilty_step, read, read_path
 from harness.config.errors import ConfigError
+from harness.core.event_json import to_json
 from harness.core.events import (
     Action,
     ActionKind,
@@ -45,8 +49,8 @@ def saved(iteration: int) -> CheckpointSaved:
     return CheckpointSaved(time=0.0, iteration=iteration, step=iteration, directory=f"at-{iteration}", seconds=0.0)
 
 
-def outcome(target: str, kind: ActionKind = ActionKind.rewind, *, succeeded: bool = True) -> Outcome:
-    return Outcome(time=0.0, iteration=0, kind=kind, incident=1, succeeded=succeeded, step=0, target=target)
+def outcome(iteration: int, target: str, kind: ActionKind = ActionKind.rewind, *, succeeded: bool = True) -> Outcome:
+    return Outcome(time=0.0, iteration=iteration, kind=kind, incident=1, succeeded=succeeded, step=0, target=target)
 
 
 def action(iteration: int, onset: int, incident: int = 1) -> Action:
@@ -61,65 +65,91 @@ def finding(iteration: int, onset: int) -> Finding:
     )
 
 
-def iterations(log: list[Event], iteration: int, *available: str) -> tuple[str | None, list[int]]:
-    found = find_path(read(log), iteration, available)
-    return found.checkpoint, [record.iteration for record in found.records]
+ReadLog = Callable[[list[Event]], History]
+
+
+@pytest.fixture
+def read_log(tmp_path: Path) -> ReadLog:
+    """Write a log and read it as a history."""
+
+    def write(log: list[Event]) -> History:
+        path = tmp_path / "events.jsonl"
+        path.write_text("".join(f"{to_json(event)}\n" for event in log))
+        return read(path)
+
+    return write
+
+
+def iterations(history: History, iteration: int, *available: str) -> tuple[str | None, list[int]]:
+    path = find_path(history, iteration, available)
+    return path.checkpoint, [record.iteration for record in read_path(history, path)]
 
 
 PLAIN: list[Event] = [started(0), *map(step, range(1, 5)), saved(4), *map(step, range(5, 9)), saved(8), step(9)]
 
 
-def test_a_resume_from_memory_continues_from_the_snapshot() -> None:
+def test_a_resume_from_memory_continues_from_the_snapshot(read_log: ReadLog) -> None:
     log: list[Event] = [*PLAIN, started(9, "snapshot of iteration 6"), step(10)]
-    assert iterations(log, 10, "at-4", "at-8") == ("at-4", [5, 6, 10])
+    assert iterations(read_log(log), 10, "at-4", "at-8") == ("at-4", [5, 6, 10])
 
 
-def test_path_starts_at_the_newest_available_checkpoint() -> None:
-    assert iterations(PLAIN, 9, "at-4", "at-8") == ("at-8", [9])
-    assert iterations(PLAIN, 9, "at-4") == ("at-4", [5, 6, 7, 8, 9])
-    assert iterations(PLAIN, 3, "at-4", "at-8") == (None, [1, 2, 3])
-    assert older_checkpoint(read(PLAIN), 9, ["at-4", "at-8"], "at-8") == "at-4"
-    assert older_checkpoint(read(PLAIN), 9, ["at-4", "at-8"], "at-4") is None
+def test_path_starts_at_the_newest_available_checkpoint(read_log: ReadLog) -> None:
+    history = read_log(PLAIN)
+    assert iterations(history, 9, "at-4", "at-8") == ("at-8", [9])
+    assert iterations(history, 9, "at-4") == ("at-4", [5, 6, 7, 8, 9])
+    assert iterations(history, 3, "at-4", "at-8") == (None, [1, 2, 3])
+    assert iterations(history, 8, "at-8") == (None, [*range(1, 9)]), "saved after the step"
+    assert find_path(history, 9, ["at-4", "at-8"]).older == "at-4"
+    assert find_path(history, 9, ["at-4"]).older is None
+    assert find_path(history, 9, ["at-4"]).num_iterations == 5
 
 
-def test_rejected_updates_are_skipped_except_the_last_step() -> None:
-    log = [started(0), step(1), step(2, refused=True), step(3), step(4, refused=True)]
-    assert iterations(log, 4) == (None, [1, 3, 4])
+def test_rejected_updates_are_skipped_except_the_last_step(read_log: ReadLog) -> None:
+    history = read_log([started(0), step(1), step(2, refused=True), step(3), step(4, refused=True)])
+    assert iterations(history, 4) == (None, [1, 3, 4])
 
 
 @pytest.mark.parametrize("target", ["snapshot of iteration 4", "at-4", "at-4; at-8/manifest.json: hash differs"])
-def test_path_follows_a_restore(target: str) -> None:
-    log = [*PLAIN, outcome(target), step(10), step(11)]
-    assert iterations(log, 11, "at-4", "at-8") == ("at-4", [10, 11])
-    assert iterations(log, 9, "at-4", "at-8") == ("at-8", [9]), "the undone step can still be replayed"
-    assert older_checkpoint(read(log), 11, ["at-4", "at-8"], "at-4") is None, (
-        "a checkpoint of an undone step is not on the path"
-    )
+def test_path_follows_a_restore(target: str, read_log: ReadLog) -> None:
+    history = read_log([*PLAIN, outcome(9, target), step(10), step(11)])
+    assert iterations(history, 11, "at-4", "at-8") == ("at-4", [10, 11])
+    assert iterations(history, 11) == (None, [1, 2, 3, 4, 10, 11])
+    assert iterations(history, 9, "at-4", "at-8") == ("at-8", [9]), "the undone step can still be replayed"
+    assert find_path(history, 11, ["at-4", "at-8"]).older is None, "a checkpoint of an undone step is not on the path"
 
 
-def test_failed_restore_is_ignored() -> None:
-    log = [*PLAIN, outcome("", succeeded=False), step(10)]
-    assert iterations(log, 10, "at-8") == ("at-8", [9, 10])
+def test_path_follows_restores_one_after_another(read_log: ReadLog) -> None:
+    """The second one comes before a step, the third one goes back behind the others, and iterations were in flight."""
+    twice: list[Event] = [outcome(9, "at-8"), outcome(9, "snapshot of iteration 6"), *map(step, range(10, 14))]
+    history = read_log([*PLAIN, *twice, outcome(15, "snapshot of iteration 11"), *map(step, range(16, 19))])
+    assert iterations(history, 18, "at-4", "at-8") == ("at-4", [5, 6, 10, 11, 16, 17, 18])
+    history = read_log([*PLAIN, *twice, outcome(15, "snapshot of iteration 5"), *map(step, range(16, 19))])
+    assert iterations(history, 18, "at-4", "at-8") == ("at-4", [5, 16, 17, 18])
 
 
-def test_path_follows_a_restart() -> None:
-    log = [*PLAIN, started(9, "at-8", size=4), step(10), step(11)]
-    assert iterations(log, 11, "at-8") == ("at-8", [10, 11])
-    assert read(log).world_size(9) == 2
-    assert read(log).world_size(10) == 4
-    again = [*PLAIN, started(9), step(10)]
+def test_failed_restore_is_ignored(read_log: ReadLog) -> None:
+    log: list[Event] = [*PLAIN, outcome(9, "", succeeded=False), step(10)]
+    assert iterations(read_log(log), 10, "at-8") == ("at-8", [9, 10])
+
+
+def test_path_follows_a_restart(read_log: ReadLog) -> None:
+    history = read_log([*PLAIN, started(9, "at-8", size=4), step(10), step(11)])
+    assert iterations(history, 11, "at-8") == ("at-8", [10, 11])
+    assert history.world_size(9) == 2
+    assert history.world_size(10) == 4
+    again = read_log([*PLAIN, started(9), step(10)])
     assert iterations(again, 10, "at-8") == (None, [10])
 
 
-def test_guilty_step_is_the_rejected_one_or_the_onset() -> None:
+def test_guilty_step_is_the_rejected_one_or_the_onset(read_log: ReadLog) -> None:
     log = [*PLAIN, step(10, refused=True), step(11), finding(10, 10), action(11, 10)]
-    assert guilty_step(read(log), 1).iteration == 10
+    assert guilty_step(read_log(log), 1).iteration == 10
     log = [*PLAIN, step(10), step(11), finding(11, 9), action(11, 10)]
-    assert guilty_step(read(log), 1).iteration == 9
+    assert guilty_step(read_log(log), 1).iteration == 9
 
 
-def test_unknown_incident_is_an_error_that_lists_incidents() -> None:
+def test_unknown_incident_is_an_error_that_lists_incidents(read_log: ReadLog) -> None:
     with pytest.raises(ConfigError, match="no incident 7; incidents of this run: 1, 2"):
-        guilty_step(read([*PLAIN, action(9, 9), action(9, 9, incident=2)]), 7)
+        guilty_step(read_log([*PLAIN, action(9, 9), action(9, 9, incident=2)]), 7)
     with pytest.raises(ConfigError, match="no incident 1; incidents of this run: none"):
-        guilty_step(read(PLAIN), 1)
+        guilty_step(read_log(PLAIN), 1)

@@ -59,7 +59,7 @@ def replay_on(
 ) -> dict[str, Any]:
     """Replay a step, by default the guilty one of the first incident, on two ranks."""
     cfg = replay_config(load([*TINY, *RUN, *overrides, f"run.dir={run.path.parent}", f"run.name={run.path.name}"]))
-    log = history.read(event_json.read(run.events))
+    log = history.read(run.events)
     guilty = iteration or history.guilty_step(log, 1).iteration
     names = [saved.name for saved in catalog.list_checkpoints(run.checkpoints)]
     path = history.find_path(log, guilty, names)
@@ -67,8 +67,8 @@ def replay_on(
         run=run.path,
         report=run.path / "replay.json",
         checkpoint=path.checkpoint,
-        steps=path.records,
-        older=history.older_checkpoint(log, guilty, names, path.checkpoint),
+        steps=history.read_path(log, path),
+        older=path.older,
         exactly=True,
         with_samples=samples,
         in_fp32=in_fp32,
