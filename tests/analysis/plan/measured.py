@@ -1,7 +1,7 @@
 """Steps that were measured on one NVIDIA H200 (torch 2.11, CUDA 13.0), for the plan to be compared with.
 
 Each row has the overrides of its configuration and the run it came from. The sentinel was on in every run. A step time
-is the median round; a peak is the most that torch's allocator handed out. docs/performance.md has the same figures.
+is the median round; a peak is the most that torch's allocator handed out. docs/plan.md has the same figures.
 The first three runs are older than some kernels: at 1b in bf16 a step took 530 ms then and 514 ms later.
 """
 
