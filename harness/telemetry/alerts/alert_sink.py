@@ -16,7 +16,7 @@ from typing import Any, final
 from harness.config.alerts import AlertKind, AlertsConfig
 from harness.config.compose import load_typed
 from harness.config.launch import LaunchConfig
-from harness.core.events import Action, RunEnded, SystemSampled
+from harness.core.events import Action, RunEnded, RunStarted, SystemSampled
 from harness.core.rundir import RunDir
 from harness.telemetry.alerts.alert import Alert, alerts_of, postmortem_link, render_alert
 from harness.telemetry.alerts.channels import PROGRAM_TIMEOUT_S, ChannelKind, DeliveryError, deliver
@@ -62,6 +62,8 @@ class AlertSink:
     def send(self, chunk: Chunk) -> None:
         """Queue the alerts of these events; `poll` delivers them."""
         for event in chunk.events:
+            if isinstance(event, RunStarted):
+                self._outbox.forget_start()
             for alert in alerts_of(event, newest_incident=self.state.newest_incident):
                 self._outbox.add(alert, time.time())
             if isinstance(event, Action):

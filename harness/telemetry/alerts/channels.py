@@ -153,11 +153,11 @@ def run_program(command: Sequence[str], text: str, variables: dict[str, str]) ->
         except OSError as error:
             raise DeliveryError(f"cannot run {command[0]}: {error.strerror}") from None
         if done.returncode != 0:
-            said = last_line(stderr)
+            said = last_output_line(stderr)
             raise DeliveryError(f"{command[0]} exited with code {done.returncode}" + (f": {said}" if said else ""))
 
 
-def last_line(output: IO[bytes] | None) -> str:
+def last_output_line(output: IO[bytes] | None) -> str:
     """The last line that a program wrote; empty if there is none."""
     if output is None:
         return ""

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, final
 
 from harness.config.alerts import AlertKind, AlertsConfig
-from harness.telemetry.alerts.alert import Alert
+from harness.telemetry.alerts.alert import TOPICS_OF_A_START, Alert
 from harness.telemetry.alerts.channels import ChannelKind, DeliveryError, RejectedError, channels_for
 from harness.telemetry.sinks.sink import SinkState
 
@@ -93,6 +93,14 @@ class Outbox:
             state.topics[topic] = now
             item = {"channel": str(channel), "alert": asdict(alert), "num_failures": 0, "not_before": now, "since": now}
             state.queue.append(item)
+
+    def forget_start(self) -> None:
+        """A new start: what can happen once in a start may be alerted again."""
+        self._state.topics = {
+            key: time
+            for key, time in self._state.topics.items()
+            if not key.partition(" ")[2].startswith(TOPICS_OF_A_START)
+        }
 
     def deliver_due(self, now: float, *, save: Callable[[], None], wait_s: float = WAIT_S) -> list[str]:
         """Deliver what is due; returns a line for each attempt that failed. `save` after each attempt."""

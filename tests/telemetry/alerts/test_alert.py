@@ -10,7 +10,9 @@ import pytest
 
 from harness.config.alerts import AlertKind
 from harness.core.events import Action, ActionKind, EndCause, Event, Incident, RunEnded, RunRestarted
-from harness.telemetry.alerts.alert import Alert, alerts_of, render_alert
+from harness.telemetry.alerts.alert import Alert, alerts_of, render_alert, topic_of_hang
+from harness.telemetry.rank_progress import RankProgress
+from tests.telemetry.alerts.test_stall_watch import BEAT
 
 AT: dict[str, Any] = {"time": 5.0, "iteration": 7}
 
@@ -74,6 +76,17 @@ def test_a_halt_by_the_policy_and_its_end_are_one_topic() -> None:
     first, *_ = alerts_of(action(ActionKind.halt), newest_incident=3)
     last, *_ = alerts_of(ended(3), newest_incident=3)
     assert first.topic == last.topic
+
+
+def test_a_hang_is_one_topic_for_the_watch_and_for_the_launcher_and_another_one_for_each_rank() -> None:
+    def topic_of(rank: int, stalled_s: float) -> str:
+        progress = RankProgress(replace(BEAT, rank=rank), stalled_s=stalled_s)
+        hang, _ = alerts_of(replace(ended(1, EndCause.hung_rank), reason=progress.render()), newest_incident=0)
+        assert hang.topic == topic_of_hang(progress.render())
+        return hang.topic
+
+    assert topic_of(1, 30.0) == topic_of(1, 42.0) == "hang: rank 1 on n1"
+    assert topic_of(1, 30.0) != topic_of(2, 30.0)
 
 
 def test_the_text_names_run_place_and_post_mortem() -> None:

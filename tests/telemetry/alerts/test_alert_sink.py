@@ -16,7 +16,7 @@ import pytest
 
 from harness.config.schema import Config
 from harness.core.event_json import to_json
-from harness.core.events import Action, ActionKind, Event, RunEnded, RunStarted, StepRecord
+from harness.core.events import Action, ActionKind, EndCause, Event, RunEnded, RunStarted, StepRecord
 from harness.core.rundir import RunDir
 from harness.telemetry.alerts.alert_sink import AlertSink
 from harness.telemetry.event_log import read_chunk
@@ -116,6 +116,32 @@ def test_a_webhook_whose_url_is_missing_for_a_moment_keeps_its_alerts_and_stops_
     progress_file(run, SinkKind.alerts).write_text(json.dumps(state))
     assert send_until_end(run, None) == 0
     assert titles(server) == ["[big] finished at step 100: all steps done"]
+
+
+def test_an_end_is_alerted_once_in_each_start(
+    make_run: MakeRun, server: WebhookServer, started: RunStarted, ended: RunEnded
+) -> None:
+    run, _ = make_run("big", **ON)
+    send_until_end(run, None)
+    hung = replace(ended, exit_code=1, cause=EndCause.hung_rank)
+    for number, reason in ((1, "wrong numbers"), (2, "loss diverges")):
+        append(run, started, replace(skip(number), kind=ActionKind.halt), replace(ended, exit_code=3, reason=reason))
+    for seconds in (30, 31):
+        append(run, started, replace(hung, reason=f"rank 1 on n1 has not moved for {seconds} s"))
+    for reason in ("out of memory", "out of memory"):
+        append(run, started, replace(ended, exit_code=1, reason=reason))
+    append(run, started, ended, started, ended)
+    assert send_until_end(run, None) == 0
+    kinds = [alert.split("] ")[1].partition(":")[0] for alert in titles(server) if "incident" not in alert]
+    failed, done = "failed at step 100 with exit code 1", "finished at step 100"
+    halts = ["the sentinel halts the run"] * 2
+    hangs = [
+        "rank 1 on n1 has not moved for 30 s",
+        failed,
+        "rank 1 on n1 has not moved for 31 s",
+        failed,
+    ]
+    assert kinds == [*halts, *hangs, failed, done, done], "the same reason of a failure is not repeated"
 
 
 def test_a_machine_that_fails_slurms_health_check_is_alerted(make_run: MakeRun, server: WebhookServer) -> None:
