@@ -42,7 +42,7 @@ def _after_warmup(cfg: OptimConfig, steps: NDArray[np.int64], num_steps: int) ->
         case ScheduleKind.constant:
             return np.ones(len(steps))
         case ScheduleKind.cosine:
-            cosines = np.fromiter(map(math.cos, (math.pi * done).tolist()), np.float64, len(steps))
+            cosines = np.fromiter(map(math.cos, (math.pi * done).data), np.float64, len(steps))
             return low + (1 - low) * 0.5 * (1 + cosines)  # numpy's cosine differs in the last bit between machines
         case ScheduleKind.linear:
             return 1 - (1 - low) * done
