@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 SEARCH_PATH = "PYTHONPATH"
@@ -26,6 +27,8 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP
 """Variables by which torchrun tells a process that it is a rank."""
 GRACE_S = 5.0
 """Seconds that a process that is told to end may take."""
+KILLED_WITHIN_S = 5.0
+"""Seconds that the kernel may take to end a killed process."""
 POLL_S = 0.05
 
 
@@ -96,7 +99,10 @@ def wait_or_end(
 
 
 def end_process(process: subprocess.Popen[bytes], *, grace_s: float = 0) -> None:
-    """Kill a process and reap it; with `grace_s` it gets SIGTERM first and may take that many seconds."""
+    """Kill a process and reap it; with `grace_s` it gets SIGTERM first and may take that many seconds.
+
+    A process in an uninterruptible call, such as one on a dead mount, ends only when that call does. It is left behind.
+    """
     if grace_s > 0:
         process.terminate()
         try:
@@ -106,7 +112,8 @@ def end_process(process: subprocess.Popen[bytes], *, grace_s: float = 0) -> None
         else:
             return
     process.kill()
-    process.wait()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=KILLED_WITHIN_S)
 
 
 def last_line(path: Path) -> str:

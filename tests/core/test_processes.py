@@ -12,6 +12,7 @@ import time
 import venv
 from collections.abc import Callable
 from pathlib import Path
+from threading import Timer
 
 import pytest
 
@@ -225,3 +226,30 @@ def test_the_last_line_of_a_log(text: bytes | None, last: str, tmp_path: Path) -
     if text is not None:
         (tmp_path / "log").write_bytes(text)
     assert processes.last_line(tmp_path / "log") == last
+
+
+TRACE = """\
+import ctypes, sys
+PTRACE_SEIZE = 0x4206
+print(ctypes.CDLL(None, use_errno=True).ptrace(PTRACE_SEIZE, int(sys.argv[1]), None, None), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_killed_process_that_does_not_end_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can reap a traced process before its tracer; like one that waits for a dead mount it outlives SIGKILL."""
+    monkeypatch.setattr(processes, "KILLED_WITHIN_S", 0.2)
+    sleeper = subprocess.Popen(["sleep", "600"])
+    command = [sys.executable, "-c", TRACE, str(sleeper.pid)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as tracer:
+        assert tracer.stdout is not None
+        is_traced = tracer.stdout.readline() == b"0\n"
+        limit = Timer(20, tracer.kill)
+        limit.start()
+        processes.end_process(sleeper)
+        is_left = sleeper.poll() is None
+        limit.cancel()
+    assert sleeper.wait() == -signal.SIGKILL
+    if not is_traced:
+        pytest.skip("this machine does not allow ptrace")
+    assert is_left
