@@ -39,9 +39,9 @@ from harness.core.stderr_lines import print_warning
 from harness.telemetry.log_index import (
     IndexWriter,
     between,
-    covered_until,
     rare_lines,
     read_blocks,
+    repair_index,
     sample_lines,
     whole_lines,
 )
@@ -247,8 +247,8 @@ class EventLog:
         self._torn = status.st_size > 0 and os.pread(self._descriptor, 1, status.st_size - 1) != b"\n"
         self._has_index = stat.S_ISREG(status.st_mode)
         self._index: IndexWriter | None = None
-        if self._has_index and not self._torn:
-            self._index = _continue_index(path, status.st_size)
+        if self._has_index:
+            self._index = _continue_index(path, status.st_size, is_torn=self._torn)
         self._queue: deque[tuple[Event, bytes]] = deque()
         self._changed = Condition()
         """Guards the queue and the fields below."""
@@ -358,9 +358,17 @@ class EventLog:
         self.num_lost += 1
 
 
-def _continue_index(path: Path, size_bytes: int) -> IndexWriter:
-    """Open the index of a log of that size, and extend it to the end of the log if it is not far behind."""
-    start = covered_until(path)
+def _continue_index(path: Path, size_bytes: int, *, is_torn: bool) -> IndexWriter | None:
+    """Open the index of a log of that size, and extend it to the end of the log if it is not far behind.
+
+    After a torn line there is none until the next line starts a block.
+    """
+    try:
+        start = repair_index(path)
+    except OSError:
+        return None
+    if is_torn:
+        return None
     if size_bytes - start > BACKFILL_BYTES:
         return IndexWriter(path, size_bytes)
     index = IndexWriter(path, start)

@@ -7,7 +7,8 @@ range of iterations, the position of every line that is not an ordinary step (fi
 of the step before each of them and of the first step after a start, and the positions of the extreme values of loss and
 gradient norm. The run appends one line per block to `events.index` beside the log. The index is optional: parts that it
 does not cover, or covers wrongly, are scanned, which costs one pass over the raw lines and no parsing. Readers write
-nothing.
+nothing. A log may lose its end in a power failure, and a block of the lost part may stay in the index: readers trust no
+block from the first one on that does not fit the log, and the next start removes those, before the log grows past them.
 `between` and `rare_lines` are exact. `sample_lines` is exact for a log up to its budget in bytes. From a longer log it
 takes all lines that are not ordinary steps, the extremes of each block, and evenly spaced stretches of ordinary steps.
 """
@@ -19,8 +20,11 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self, final
+
+from harness.core.rundir import write_atomically
 
 BLOCK_BYTES = 1 << 20
 LARGEST_BLOCK_BYTES = 8 << 20
@@ -160,8 +164,6 @@ def read_blocks(log: Path) -> list[LogBlock]:
     with log.open("rb") as file:
         end = 0
         for block in _read_index(log, file):
-            if block.start < end:
-                continue
             found += blocks_of(whole_lines(file, end, block.start), end)
             found.append(block)
             end = block.end
@@ -169,29 +171,47 @@ def read_blocks(log: Path) -> list[LogBlock]:
     return found
 
 
-def covered_until(log: Path) -> int:
-    """Byte position where the last block of a usable index ends; 0 without an index."""
-    if not log.is_file():
-        return 0
+def repair_index(log: Path) -> int:
+    """Remove what does not fit the log from its index; returns the byte position where the last block ends.
+
+    Only the writer of the log may call this.
+    """
     with log.open("rb") as file:
-        return max((block.end for block in _read_index(log, file)), default=0)
+        blocks = _read_index(log, file)
+    kept = "".join(block.to_json() + "\n" for block in blocks)
+    if kept != _index_text(log):
+        write_atomically(index_path(log), kept)
+    return blocks[-1].end if blocks else 0
+
+
+def _index_text(log: Path) -> str:
+    try:
+        return index_path(log).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def _read_index(log: Path, file: BinaryIO) -> list[LogBlock]:
-    """The blocks in `events.index`; none if it does not match the log. Skips a line that a crash cut short."""
-    blocks = []
-    try:
-        with index_path(log).open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                try:
-                    blocks.append(LogBlock.from_json(line))
-                except (ValueError, KeyError, TypeError, IndexError):
-                    continue
-    except OSError:
-        return []
+    """The blocks in `events.index` up to the first one that does not fit the log.
+
+    Skips a line that a crash cut short. Of two blocks that overlap, the one that was written later counts.
+    """
+    blocks: list[LogBlock] = []
+    for line in _index_text(log).splitlines():
+        try:
+            block = LogBlock.from_json(line)
+        except (ValueError, KeyError, TypeError, IndexError):
+            continue
+        while blocks and blocks[-1].end > block.start:
+            blocks.pop()
+        blocks.append(block)
     size_bytes = os.fstat(file.fileno()).st_size
-    fits = all(block.end <= size_bytes and _is_line_start(file, block.end) for block in blocks[-1:])
-    return sorted(blocks, key=lambda block: block.start) if fits else []
+    return list(
+        takewhile(
+            lambda block: block.end <= size_bytes and all(_is_line_start(file, at) for at in (block.start, block.end)),
+            blocks,
+        )
+    )
 
 
 def _is_line_start(file: BinaryIO, place: int) -> bool:

@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from harness.analysis.replay import history
 from harness.config.errors import EXIT_DONE, EXIT_INTERRUPTED
 from harness.core import event_json, events
 from harness.core.event_json import read, to_json
-from harness.core.events import Event, RunEnded, StepRecord
+from harness.core.events import Event, FindingKind, RunEnded, StepRecord
 from harness.core.rundir import RunDir, append_line
 from harness.telemetry import event_log, log_index
 from harness.telemetry.event_log import EventLog, events_since
@@ -27,6 +28,7 @@ from harness.telemetry.event_reporter import EventReporter
 from harness.telemetry.log_index import PLAIN, TOKENS_PER_S, blocks_of, index_path, read_blocks, sample_lines
 from harness.telemetry.run_picture import collect
 from tests.analysis.dashboard.logs import long_run
+from tests.analysis.postmortem import stories
 from tests.telemetry.conftest import MakeRun
 
 MakeStep = Callable[..., StepRecord]
@@ -128,6 +130,34 @@ def test_the_index_continues_after_a_torn_line_and_a_line_of_another_process(run
     log.close()
     assert index_path(run.events).read_text().count("\n") > num_indexed
     check(run)
+
+
+@pytest.mark.usefixtures("_small_blocks")
+@pytest.mark.parametrize("is_torn", [False, True])
+def test_a_block_of_a_lost_part_of_the_log_is_not_trusted(is_torn: bool, tmp_path: Path, make_step: MakeStep) -> None:
+    """All lines have the same length, so the block of the lost part ends where a line ends once the log has grown."""
+    run = RunDir(tmp_path)
+    steps_from = [make_step(iteration, loss=5.5) for iteration in range(1000, 1700)]
+    line_bytes = len(to_json(steps_from[0])) + 1
+    short = stories.finding(FindingKind.loss_spike, 1310, "")
+    finding = replace(short, message="x" * (line_bytes - 1 - len(to_json(short))))
+
+    def write(*written: Event) -> None:
+        log = EventLog(run.events)
+        for event in written:
+            log.write(event)
+        log.close()
+        assert event_log.read_non_step_events(run.events) == rare_events(run)
+
+    write(*steps_from[:300])
+    end = read_blocks(run.events)[-2].end
+    assert f'"end":{end},' in index_path(run.events).read_text().splitlines()[-1], "the last block of the index"
+    os.truncate(run.events, end - 20 * line_bytes - (100 if is_torn else 0))
+    write(*steps_from[300:310], finding, *steps_from[310:330])
+    assert finding in rare_events(run)
+    write(*steps_from[330:])
+    blocks = read_blocks(run.events)
+    assert [block.start for block in blocks] == [0, *(block.end for block in blocks[:-1])]
 
 
 def test_a_sample_keeps_all_rare_lines_and_the_extremes(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
