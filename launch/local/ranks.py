@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import signal
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
@@ -21,7 +22,7 @@ from harness.core.rundir import write_atomically
 from launch.local.hang_report import dump_file, stacks_file
 
 PID_FILE = "HARNESS_PID_FILE"
-"""Environment variable: the file that a worker writes once it can handle a stop signal."""
+"""Environment variable: the file with the PID of a worker, for people; written once it can handle a stop signal."""
 FAILURE_FILE = "HARNESS_FALL_FILE"
 """Environment variable: the file for the exception that ends a worker, written when it is raised."""
 
@@ -125,11 +126,6 @@ class RankLogs:
     def pid_file(self, rank: int) -> Path:
         return self.directory / f"rank-{rank}.pid"
 
-    def pids(self) -> list[int]:
-        """Processes of the workers that can handle a signal."""
-        texts = [path.read_text() for rank in self.ranks if (path := self.pid_file(rank)).exists()]
-        return [int(text) for text in texts if text]
-
     def have_answered(self) -> bool:
         """Whether all ranks have written their last collectives."""
         return all(dump_file(self.directory, rank).exists() for rank in self.ranks)
@@ -148,11 +144,17 @@ class RankLogs:
         }
 
     def first_failure(self, error: ChildFailedError) -> RankFailure:
-        """The rank that failed first: the one torch names, or an older exception of another rank."""
+        """The rank that failed first: the one torch names, or an older exception of another rank.
+
+        A file that cannot be read counts as missing.
+        """
         rank, process = error.get_first_failure()
-        failed = [rank_number for rank_number in self.ranks if self.failure_file(rank_number).exists()]
-        if rank not in failed:
+        found: dict[int, tuple[int, dict[str, Any]]] = {}
+        for number in self.ranks:
+            with suppress(OSError, ValueError):
+                file = self.failure_file(number)
+                found[number] = file.stat().st_mtime_ns, json.loads(file.read_text(encoding="utf-8"))
+        if rank not in found:
             return RankFailure(rank=rank, exit_code=process.exitcode, log=self.stream(rank, "stderr"))
-        first = min(failed, key=lambda rank_number: self.failure_file(rank_number).stat().st_mtime_ns)
-        failure = json.loads(self.failure_file(first).read_text(encoding="utf-8"))
-        return RankFailure(rank=first, log=self.stream(first, "stderr"), **failure)
+        first = min(found, key=lambda number: found[number][0])
+        return RankFailure(rank=first, log=self.stream(first, "stderr"), **found[first][1])

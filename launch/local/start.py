@@ -57,6 +57,7 @@ from launch.local.node_address import RendezvousError, find_interface_to
 from launch.local.node_group import SINGLE_NODE, NodeFailure, NodeGroup, RendezvousSpec
 from launch.local.out_of_memory import MemoryWatch
 from launch.local.planned_restart import RestartPlanner
+from launch.local.rank_watch import RankWatch
 from launch.local.ranks import RankFailure, RankLogs, render_failure, run_exit_code
 from launch.local.rendezvous import StopRequested, join_nodes
 from launch.local.restart import RestartHistory, agree_on_restart, is_forced, print_decision
@@ -291,12 +292,13 @@ def run_ranks(
     with ThreadPoolExecutor(max_workers=1, initializer=block_stop_signals) as executor:
         supervisor = Supervisor(locate(cfg), logs.ranks, HangLimits(cfg.launch, cfg.parallel.timeout_s))
         future = executor.submit(run_agent, group, processes, tasks, on_failure=on_failure)
-        hung = supervise(future, stop_signals, logs, group, supervisor, memory, planner)
+        with RankWatch(group, supervisor, planner, logs, stop_signals) as watch:
+            supervise(future, stop_signals, processes, group, watch, memory)
         try:
             code = max(future.result().values())
         except ChildFailedError as error:
             failure = memory.explain(logs.first_failure(error))
-            return print_failure(failure, logs, group, stopping=bool(stop_signals), hung=hung)
+            return print_failure(failure, logs, group, stopping=bool(stop_signals), hung=watch.hung)
         group.report_success(code)
         return code
 
@@ -376,58 +378,43 @@ def collect_stop_signals() -> Iterator[list[int]]:
 def supervise(
     future: Future[dict[int, int]],
     stop_signals: list[int],
-    logs: RankLogs,
+    processes: Sequence[PooledWorker],
     group: NodeGroup,
-    supervisor: Supervisor,
+    watch: RankWatch,
     memory: MemoryWatch,
-    planner: RestartPlanner,
-) -> str | None:
+) -> None:
     """Forward stop signals until the agent is done: the first as SIGTERM, a repeated one as SIGKILL.
 
-    After the failure of a rank or a node, the remaining workers are killed. Returns a line about a rank that hung here.
-    Only the agent waits for the workers: asking `multiprocessing` for them here could reap one first.
+    After the failure of a rank or a node, the remaining workers are killed. Reads no file of the run, so that a file
+    system that stalls or fails delays no signal.
     """
     sent: set[tuple[int, int]] = set()
     kill_s = math.inf
-    hung: str | None = None
     while not wait([future], timeout=POLL_S).done:
-        memory.observe(logs.pids(), time.monotonic())
+        memory.observe([process.pid for process in processes], time.monotonic())
         if group.failure is not None:
             is_hang = group.failure.cause == EndCause.hung_rank
             if is_hang:
-                signal_workers(logs, STACKS_SIGNAL, sent)
-            has_answers = is_hang and logs.have_answered()
-            wait_s = 0.0 if has_answers else ANSWER_WITHIN_S if is_hang else GRACE_S
+                signal_workers(processes, STACKS_SIGNAL, sent)
+            wait_s = 0.0 if watch.has_answers else ANSWER_WITHIN_S if is_hang else GRACE_S
             kill_s = min(kill_s, time.monotonic() + wait_s)
-        elif hung := supervisor.check(time.monotonic()):
-            group.report_failure(
-                NodeFailure(
-                    node_rank=group.node_rank,
-                    host=machine_name(),
-                    exit_code=EXIT_CRASHED,
-                    line=hung,
-                    cause=EndCause.hung_rank,
-                )
-            )
-        elif not stop_signals and (planned := planner.check(time.monotonic())) is not None:
-            group.report_failure(planned)
         if stop_signals and not sent:
             sent.add((0, 0))
             print("harness: stopping gracefully; a second Ctrl-C or SIGTERM kills the workers", file=sys.stderr)
         if is_forced(stop_signals) or time.monotonic() > kill_s:
-            signal_workers(logs, signal.SIGKILL, sent)
+            signal_workers(processes, signal.SIGKILL, sent)
         elif stop_signals:
-            signal_workers(logs, signal.SIGTERM, sent)
-    return hung
+            signal_workers(processes, signal.SIGTERM, sent)
 
 
-def signal_workers(logs: RankLogs, signal_number: signal.Signals, sent: set[tuple[int, int]]) -> None:
-    """Send a signal to each worker once."""
-    for pid in logs.pids():
-        if (pid, signal_number) not in sent:
-            sent.add((pid, signal_number))
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal_number)
+def signal_workers(
+    processes: Sequence[PooledWorker], signal_number: signal.Signals, sent: set[tuple[int, int]]
+) -> None:
+    """Send a signal to each worker once. A worker that cannot handle it yet gets it as soon as it can."""
+    for process in processes:
+        if (process.pid, signal_number) not in sent:
+            sent.add((process.pid, signal_number))
+            process.send_signal(signal_number)
 
 
 def gloo_environment(address: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ the launcher becomes its parent: the launcher reads its exit code, and the kerne
 held by a thread at the fork would stay locked in the child, and CUDA does not survive a fork. If either exists, if
 torch was loaded for another number of threads (`launch.threads`), or if the system is not Linux, new processes are
 spawned instead; they import everything again and behave the same.
-Stop signals are blocked until `enter_worker` can handle them, so none is lost.
+Stop signals and STACKS_SIGNAL are blocked until `enter_worker` can handle them, so none is lost.
 Left out: the fork server of `multiprocessing`. It imports everything once more, and it and the ranks keep each other
 alive when the launcher is killed.
 """
@@ -195,7 +195,7 @@ class WorkerPool:
                 import_module(name)
         sys.stdout.flush()
         sys.stderr.flush()
-        with blocked_stop_signals():
+        with blocked_signals():
             self._template = WorkerTemplate()
         return self
 
@@ -225,7 +225,7 @@ class WorkerPool:
         start_resource_tracker()
         context: Any = get_context("spawn")  # the common interface of the contexts is not typed
         ours, theirs = context.Pipe()
-        with theirs, blocked_stop_signals():
+        with theirs, blocked_signals():
             process = context.Process(target=wait_for_task, args=(os.getpid(), theirs))
             process.start()
         return PooledWorker(process, ours)
@@ -239,9 +239,9 @@ def open_worker(*, forked: bool) -> Iterator[PooledWorker]:
 
 
 @contextmanager
-def blocked_stop_signals() -> Iterator[None]:
-    """Processes that start inside inherit blocked stop signals."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+def blocked_signals() -> Iterator[None]:
+    """Processes that start inside inherit blocked stop signals and STACKS_SIGNAL."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, STACKS_SIGNAL))
     try:
         yield
     finally:
@@ -331,12 +331,14 @@ def enter_worker(worker: Worker, cfg: Config) -> int:
     for signal_number in STOP_SIGNALS:
         signal.signal(signal_number, exit_interrupted)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    Path(os.environ[PID_FILE]).write_text(str(os.getpid()))
+    with suppress(OSError):
+        Path(os.environ[PID_FILE]).write_text(str(os.getpid()))
     try:
         with (
             dump_collectives_on_signal(Path(os.environ[COLLECTIVES_FILE]), STACKS_SIGNAL),
             dump_stacks_on_signal(Path(os.environ[STACKS_FILE])),
         ):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [STACKS_SIGNAL])
             return worker(cfg)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)

@@ -20,10 +20,13 @@ from harness.config.parallel import DeviceKind
 from harness.core.rundir import RunDir, locate
 from launch import train
 from launch.local import start, worker_pool
+from launch.local.supervisor import WRITE_TIMEOUT_S
 from launch.local.thread_count import count_expected_ranks, rank_thread_environment
 from tests.forks import ROOT, Launched
 from tests.full_disk import fill, may_mount, small_disk
 from tests.launch import workers
+from tests.launch.local.test_rendezvous import wait_until
+from tests.stalled import Stalled, can_stall
 
 STOPPING = "harness: stopping gracefully; a second Ctrl-C or SIGTERM kills the workers\n"
 
@@ -114,17 +117,18 @@ def test_the_launcher_has_one_thread_and_no_cuda_when_it_forks() -> None:
     """Torch and the trainer are loaded for several threads, none of which has started yet.
 
     (A thread that NumPy's BLAS starts is ended by the fork itself.) Workers are children of the launcher, also if the
-    template was killed and they are spawned.
+    template was killed and they are spawned. A signal that one cannot handle yet does not end it.
     """
     program = (
         "import os, signal, torch, launch.local.start, harness.train, harness.faults.drill_worker\n"
-        "from launch.local.worker_pool import WorkerPool, WorkerTask, can_fork\n"
+        "from launch.local.worker_pool import STACKS_SIGNAL, WorkerPool, WorkerTask, can_fork\n"
         "from harness.faults.process import children_of\n"
         "with WorkerPool(forked=can_fork()) as pool:\n"
         "    (template,) = children_of(os.getpid())\n"
         "    print(len(os.listdir('/proc/self/task')), torch.cuda.is_initialized(), os.environ['OMP_NUM_THREADS'])\n"
         "    for number in range(2):\n"
         "        with pool.start_workers(1) as (process,):\n"
+        "            process.send_signal(STACKS_SIGNAL)\n"
         "            process.assign(WorkerTask(call=os.getppid))\n"
         "            assert process.poll_result(60) == os.getpid()\n"
         "        if number == 0:\n"
@@ -195,6 +199,31 @@ def test_stop_lets_the_workers_finish(process: Launched, tmp_path: Path, number:
     saved = [(tmp_path / "patient" / f"saved-{rank}").read_text() for rank in range(2)]
     assert saved == ["SIGTERM", "SIGTERM"], "the signal that the workers received"
     assert process.stderr == STOPPING
+
+
+@pytest.mark.parametrize("process", ["patient"], indirect=True)
+def test_signals_need_no_files_of_the_run(process: Launched, tmp_path: Path) -> None:
+    """A read error of a shared file system must not leave the ranks unsupervised."""
+    for path in (tmp_path / "patient" / "logs").glob("*/rank-*.pid"):
+        path.unlink()
+        path.mkdir()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=200) == 75
+    assert (tmp_path / "patient" / "saved-1").exists()
+    assert process.stderr == STOPPING
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not can_stall(), reason="needs root and /dev/fuse")
+@pytest.mark.parametrize("process", ["patient"], indirect=True)
+def test_signals_are_forwarded_while_the_file_system_stalls(process: Launched, tmp_path: Path) -> None:
+    with Stalled(RunDir(tmp_path / "patient").heartbeat) as stalled:
+        wait_until(lambda: stalled.num_held > 0, within_s=60)
+        time.sleep(2 * WRITE_TIMEOUT_S)  # the probe has timed out; the read of a heartbeat waits
+        process.send_signal(signal.SIGTERM)
+        wait_for(tmp_path / "patient" / "saved-0", tmp_path / "patient" / "saved-1")
+        stalled.release()
+        assert process.wait(timeout=200) == 75
 
 
 @pytest.mark.parametrize("process", ["stubborn"], indirect=True)
