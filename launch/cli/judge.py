@@ -43,12 +43,15 @@ def main(argv: Sequence[str]) -> int:
     """Print the incidents of a log; returns the exit code."""
     try:
         args = build_parser().parse_args(argv)
+        if args.plot:  # before the log is read, which may take long
+            directory = Path(args.plot).parent
+            require(directory.is_dir(), "--plot", f"{directory} is not a directory")
         trace, policy = Trace(), Policy.start(policy_config(), lag=0)
         rows = read_records(Path(args.file), parse_columns(args.column))
         incidents = find_incidents(rows, Detectors(detect_config(args.set)), policy, trace)
         require(trace.num_rows > 0, args.file, "has no row with a loss")
         if args.plot:
-            draw(trace, incidents, Path(args.plot), title=Path(args.file).name)
+            write_plot(trace, incidents, Path(args.plot), title=Path(args.file).name)
     except ConfigError as error:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG
@@ -56,6 +59,13 @@ def main(argv: Sequence[str]) -> int:
     if args.json:
         print(json.dumps({"incidents": [as_json(incident) for incident in incidents]}, allow_nan=False))
     return EXIT_DONE
+
+
+def write_plot(trace: Trace, incidents: Sequence[IncidentGroup], out: Path, *, title: str) -> None:
+    try:
+        draw(trace, incidents, out, title=title)
+    except OSError as error:
+        raise ConfigError("--plot", f"{out} cannot be written: {error.strerror}") from None
 
 
 def find_incidents(

@@ -48,15 +48,21 @@ def read_records(path: Path, wanted: Mapping[str, str]) -> Iterator[StepRecord]:
     """The rows of a log; `wanted` names columns that `NAMES` does not match. All rows reuse the same record object."""
     if not path.is_file():
         raise ConfigError(str(path), "no such file")
-    with path.open(encoding="utf-8", errors="replace", newline="") as lines:
-        first = next((line for line in lines if line.strip()), "")
-        whole = chain([first], lines)
-        if not first:
-            raise ConfigError(str(path), "is empty")
-        if first.lstrip().startswith("{"):
-            yield from _from_json(path, whole, wanted)
-        else:
-            yield from _from_csv(path, whole, wanted)
+    try:
+        with path.open(encoding="utf-8-sig", errors="replace", newline="") as lines:  # spreadsheets write a BOM
+            yield from _read_lines(path, lines, wanted)
+    except csv.Error as error:
+        raise ConfigError(str(path), f"is neither CSV nor JSON lines: {error}") from None
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
+
+
+def _read_lines(path: Path, lines: Iterator[str], wanted: Mapping[str, str]) -> Iterator[StepRecord]:
+    first = next((line for line in lines if line.strip()), "")
+    if not first:
+        raise ConfigError(str(path), "is empty")
+    read = _from_json if first.lstrip().startswith("{") else _from_csv
+    yield from read(path, chain([first], lines), wanted)
 
 
 def _from_json(path: Path, lines: Iterator[str], wanted: Mapping[str, str]) -> Iterator[StepRecord]:
@@ -111,7 +117,7 @@ def _from_long(
     key, value, step = (header.index(name) for name in ("key", "value", "step"))
     metrics: dict[str, dict[str, str]] = {}
     for row in rows:
-        if len(row) == len(header):
+        if len(row) == len(header) and number_of(row[step]) is not None:
             metrics.setdefault(row[key], {})[row[step]] = row[value]
     columns = {name: column for name, column in find_columns(list(metrics), wanted).items() if name != "step"}
     if "loss" not in columns:
@@ -185,7 +191,7 @@ def fill_record(record: StepRecord, number: int, values: Sequence[Any]) -> bool:
     if value is None:
         return False
     at = number_of(step)
-    record.step = record.iteration = number if at is None or at != at else int(at)
+    record.step = record.iteration = number if at is None or not math.isfinite(at) else int(at)
     record.cursor = number
     record.loss = value
     record.grad_norm = (number_of(grad_norm) or 0.0) if grad_norm else 0.0

@@ -86,3 +86,19 @@ def test_one_invalid_line_costs_one_row(tmp_path: Path) -> None:
     lines = [json.dumps({"step": step, "loss": 3.0}) for step in range(5)]
     lines[2] = lines[2][:-4]
     assert [step for step, _, _ in rows(tmp_path / "log", "\n".join(lines))] == [0, 1, 3, 4]
+
+
+@pytest.mark.parametrize("name", ["log.csv", "log.jsonl"])
+def test_a_byte_order_mark_hides_no_column(name: str, tmp_path: Path) -> None:
+    text = "step,loss\n70,2\n80,3\n" if name == "log.csv" else '{"step": 70, "loss": 2}\n{"step": 80, "loss": 3}\n'
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8-sig")
+    assert [(record.step, record.loss) for record in read_records(path, {})] == [(70, 2.0), (80, 3.0)]
+
+
+def test_a_step_that_is_no_finite_number_is_the_number_of_the_row(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text("step,loss\n10,1\ninf,2\n1e400,3\nnan,4\n")
+    assert [record.step for record in read_records(path, {})] == [10, 1, 2, 3]
+    path.write_text("key,value,step\nloss,2,5\nloss,3,unknown\nloss,4,6\n")
+    assert [record.step for record in read_records(path, {})] == [5, 6]

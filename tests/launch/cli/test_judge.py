@@ -73,6 +73,10 @@ def test_columns_and_options_can_be_given(tmp_path: Path, capsys: pytest.Capture
         (["log.csv", "--set", "spike_sigmas=much"], "--set spike_sigmas: must be a number"),
         (["log.csv", "--set", "spike_sigmas=-1"], "sentinel.detect.spike_sigmas: must be positive"),
         (["none.csv"], "none.csv: has no row with a loss"),
+        (["long.csv"], "long.csv: is neither CSV nor JSON lines: field larger than field limit"),
+        (["/proc/self/mem"], "/proc/self/mem: cannot be read: Input/output error"),
+        (["log.csv", "--plot", "absent/out.png"], "--plot: absent is not a directory"),
+        (["good.csv", "--plot", "directory"], "--plot: directory cannot be written: Is a directory"),
         ([], "judge: the following arguments are required: FILE"),
     ],
 )
@@ -86,6 +90,9 @@ def test_errors_are_one_line(
     monkeypatch.chdir(tmp_path)
     Path("log.csv").write_text("a,b\n1,2\n")
     Path("none.csv").write_text("step,loss\n1,\n")
+    Path("good.csv").write_text("step,loss\n1,2\n")
+    Path("long.csv").write_text("step,loss\n1," + "2" * 200_000)
+    Path("directory").mkdir()
     assert main(["judge", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
