@@ -8,7 +8,7 @@ batch that was sent twice from counting twice is in its own file.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -21,6 +21,7 @@ from harness.config.telemetry import TelemetryConfig
 from harness.core.events import SystemSampled
 from harness.core.rundir import RunDir, write_atomically
 from harness.telemetry.event_log import Chunk
+from harness.telemetry.sinks.sink_log import log
 
 
 class SinkKind(StrEnum):
@@ -81,11 +82,20 @@ def progress_file(run: RunDir, kind: SinkKind) -> Path:
 
 def load_sink_state(run: RunDir, kind: SinkKind, state_type: type[State]) -> State:
     """The stored progress of a sink; its initial state if there is none, or if the file is damaged."""
+    return read_state(progress_file(run, kind), state_type) or state_type()
+
+
+def read_state(path: Path, state_type: type[State]) -> State | None:
+    """The progress in a file, without keys of a later version; None if there is none, or if the file is damaged."""
     try:
-        stored = json.loads(progress_file(run, kind).read_text(encoding="utf-8"))
-        return state_type(**stored)
-    except (OSError, ValueError, TypeError):
-        return state_type()
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        known = [each.name for each in fields(state_type)]
+        return state_type(**{name: value for name, value in dict(stored).items() if name in known})
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError):
+        log(f"{path} is damaged: everything is sent again, to a new run where there was one")
+        return None
 
 
 def save_state(run: RunDir, kind: SinkKind, state: SinkState) -> None:

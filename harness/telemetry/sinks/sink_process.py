@@ -74,17 +74,20 @@ def send_rest(args: Sequence[str], *, log: Path, within_s: float | None) -> str:
     """Run a sink process to its end, for at most `within_s` seconds; returns what went wrong, or an empty string."""
     try:
         with log.open("ab") as output:
-            sent = subprocess.run(
+            process = subprocess.Popen(
                 processes.command(SINK_MODULE, *args),
                 env=processes.child_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                check=False,
-                timeout=within_s,
             )
-    except subprocess.TimeoutExpired:
-        return last_line(log) or f"no answer within {within_s:g} s"
     except OSError as error:
         return str(error)
-    return "" if sent.returncode == 0 else last_line(log) or f"exit code {sent.returncode}"
+    try:
+        code = process.wait(timeout=within_s)
+    except subprocess.TimeoutExpired:
+        return last_line(log) or f"no answer within {within_s:g} s"
+    finally:
+        if process.returncode is None:
+            processes.end_process(process)
+    return "" if code == 0 else last_line(log) or f"exit code {code}"

@@ -199,6 +199,32 @@ def test_a_batch_sent_twice_is_stored_once(make_run: MakeRun, make_step: MakeSte
     assert len(client.search_runs([seen.info.experiment_id])) == 1
 
 
+@pytest.mark.parametrize("content", ['{"tracking_uri": "sqli', "[]", '{"offset": 7}'])
+def test_damaged_progress_sends_everything_again_to_a_new_run(
+    make_run: MakeRun, make_step: MakeStep, ended: RunEnded, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, cfg = make_run()
+    append(run, make_step(0), ended)
+    run.mlflow.write_text(content)
+    assert send_until_end(run, None) == 0
+    assert f"{run.mlflow} is damaged" in capsys.readouterr().err
+    client, seen = read_stored(cfg, run)
+    assert [row[0] for row in history(client, seen, "loss")] == [0]
+
+
+def test_progress_of_a_later_version_is_continued(make_run: MakeRun, make_step: MakeStep) -> None:
+    run, cfg = make_run()
+    append(run, make_step(0))
+    assert send_until_end(run, None) == 0
+    _, first = read_stored(cfg, run)
+    run.mlflow.write_text(json.dumps(json.loads(run.mlflow.read_text()) | {"later": 1}))
+    append(run, make_step(1))
+    assert send_until_end(run, None) == 0
+    client, second = read_stored(cfg, run)
+    assert second.info.run_id == first.info.run_id
+    assert [row[0] for row in history(client, second, "loss")] == [0, 1]
+
+
 def test_a_torn_line_is_skipped(make_run: MakeRun, make_step: MakeStep, ended: RunEnded) -> None:
     run, cfg = make_run()
     append(run, make_step(0))

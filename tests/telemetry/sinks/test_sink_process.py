@@ -22,7 +22,7 @@ from harness.core.rundir import RunDir
 from harness.telemetry.event_log import EventLog
 from harness.telemetry.sinks.feeder import send_until_end
 from harness.telemetry.sinks.mlflow_progress import load_progress
-from harness.telemetry.sinks.sink_process import SINK_LOG, SinkProcess
+from harness.telemetry.sinks.sink_process import SINK_LOG, SinkProcess, send_rest
 from harness.telemetry.sinks.store_uri import tracking_uri
 from launch.drills.fault_environment import SERVER_ENVIRONMENT
 from launch.local.ports import reserved_port
@@ -224,6 +224,13 @@ def test_a_sink_process_that_cannot_start_causes_a_warning(
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     assert not SinkProcess.start(run).finish(wait_s=200)
     assert "warning: cannot start the sink process" in capfd.readouterr().err
+
+
+def test_a_sink_process_that_takes_too_long_is_ended(make_run: MakeRun) -> None:
+    run, _ = make_run()
+    log = run.path / "log"
+    assert send_rest([str(run.path)], log=log, within_s=0.01) == "no answer within 0.01 s"
+    assert send_rest([str(run.logs)], log=log, within_s=200).endswith("is not a run directory: it has no config.yaml")
 
 
 def test_the_sink_process_imports_no_heavy_module_at_start() -> None:
