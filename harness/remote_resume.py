@@ -19,6 +19,7 @@ from harness.config.checkpoint import CheckpointRemoteConfig
 from harness.config.errors import StorageError, require
 from harness.config.schema import Config
 from harness.core import rundir
+from harness.core.locking import run_lease
 from harness.core.rundir import RunDir
 from harness.core.stderr_lines import print_warning
 from harness.distributed.collectives import run_on_rank_zero
@@ -44,7 +45,9 @@ def start_once(worker: ThreadPoolExecutor, cfg: Config) -> Callable[[], Future[N
 
     def start() -> Future[None]:
         if not started:
-            started.append(worker.submit(restore_from_store, rundir.locate(cfg), cfg.checkpoint.remote))
+            started.append(
+                worker.submit(restore_from_store, rundir.locate(cfg), cfg.checkpoint.remote, lease_s=cfg.run.lease_s)
+            )
         return started[0]
 
     return start
@@ -58,8 +61,8 @@ def is_done(work: Future[None]) -> bool:
     return work.done()
 
 
-def restore_from_store(run: RunDir, cfg: CheckpointRemoteConfig) -> None:
-    """On rank 0: download the run, unless it is there, or was never uploaded."""
+def restore_from_store(run: RunDir, cfg: CheckpointRemoteConfig, *, lease_s: float) -> None:
+    """On rank 0: download the run, unless it is there, or was never uploaded. Takes its lease before."""
     assert cfg.url is not None
     is_local = rundir.has_begun(run)
     remote = open_remote_run(cfg.url, run.path.name, retry_s=0 if is_local else cfg.retry_s)
@@ -71,6 +74,7 @@ def restore_from_store(run: RunDir, cfg: CheckpointRemoteConfig) -> None:
         if is_local:
             require_newest(run, remote, index)
             return
+        run_lease.hold(run.path, lease_s)
         download(run, remote, index)
     except StorageError as error:
         if not is_local:

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from itertools import count
@@ -22,10 +23,11 @@ from harness.checkpoint.remote.__main__ import upload_until_end
 from harness.checkpoint.remote.remote_run import RemoteRun, open_remote_run
 from harness.checkpoint.remote.upload_process import UPLOAD_LOG, UploadProcess
 from harness.checkpoint.remote.uploader import PINNED, Uploader
-from harness.config.checkpoint import CheckpointConfig
+from harness.config.checkpoint import CheckpointConfig, CheckpointRemoteConfig
 from harness.config.compose import read, to_yaml
 from harness.config.errors import ConfigError, StorageError
 from harness.core import processes
+from harness.core.locking import run_lease
 from harness.core.object_store import ObjectStore
 from harness.core.rundir import RunDir
 from harness.remote_resume import restore_from_store
@@ -89,6 +91,11 @@ def upload(run: RunDir) -> list[str]:
     return list(Uploader(run, remote_of(run), settings(run)).upload_due(last=True))
 
 
+def restore(run: RunDir, cfg: CheckpointRemoteConfig) -> None:
+    with run_lease.holding():
+        restore_from_store(run, cfg, lease_s=1.0)
+
+
 def stored(run: RunDir) -> list[tuple[str, str]]:
     return [(each.name, each.health.value) for each in remote_of(run).list_checkpoints()]
 
@@ -102,7 +109,7 @@ def test_what_is_uploaded_comes_back_bit_for_bit(server: StoreServer, run: RunDi
     assert not list(run.checkpoints.glob(f"{PINNED}*"))
 
     elsewhere = RunDir(tmp_path / "elsewhere" / run.path.name)
-    restore_from_store(elsewhere, settings(run).remote)
+    restore(elsewhere, settings(run).remote)
     assert [each.name for each in catalog.list_checkpoints(elsewhere.checkpoints)] == [second]
     for file in (run.checkpoints / second).iterdir():
         assert (elsewhere.checkpoints / second / file.name).read_bytes() == file.read_bytes()
@@ -141,7 +148,7 @@ def test_a_tainted_checkpoint_is_not_what_a_resume_takes(run: RunDir, tmp_path: 
     catalog.mark(run.checkpoints / second, Health.tainted, "incident")
     list(Uploader(run, remote_of(run), settings(run))._send_healths(remote_of(run).list_directories()))
     elsewhere = RunDir(tmp_path / "elsewhere" / run.path.name)
-    restore_from_store(elsewhere, settings(run).remote)
+    restore(elsewhere, settings(run).remote)
     assert [each.name for each in catalog.list_checkpoints(elsewhere.checkpoints)] == [first]
 
 
@@ -158,7 +165,7 @@ def test_damage_in_the_store_is_found_and_an_older_checkpoint_is_taken(
         remote_of(run).verify_checkpoint(second)
     remote_of(run).verify_checkpoint(first)
     elsewhere = RunDir(tmp_path / "elsewhere" / run.path.name)
-    restore_from_store(elsewhere, settings(run).remote)
+    restore(elsewhere, settings(run).remote)
     assert [each.name for each in catalog.list_checkpoints(elsewhere.checkpoints)] == [first]
 
 
@@ -181,7 +188,7 @@ def test_a_download_that_was_cut_off_is_continued(run: RunDir, tmp_path: Path, m
     for number in count():
         left[0] = number
         try:
-            restore_from_store(elsewhere, settings(run).remote)
+            restore(elsewhere, settings(run).remote)
         except StorageError:
             if (elsewhere.checkpoints / name).exists():
                 num_after_checkpoint += 1
@@ -197,12 +204,34 @@ def test_a_download_that_was_cut_off_is_continued(run: RunDir, tmp_path: Path, m
     assert elsewhere.config.read_bytes() == run.config.read_bytes()
 
 
+@s3_only
+def test_two_starts_do_not_download_at_once(run: RunDir, tmp_path: Path) -> None:
+    save(run, 10)
+    upload(run)
+    elsewhere = RunDir(tmp_path / "elsewhere" / run.path.name)
+    script = "import sys; from pathlib import Path; from harness.core.locking import run_lease\n"
+    script += "run_lease.hold(Path(sys.argv[1]), 60.0); print('held', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", script, str(elsewhere.path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        try:
+            assert other.stdout.readline() == "held\n"
+            with pytest.raises(ConfigError, match=f"in use by .*pid {other.pid}"):
+                restore(elsewhere, settings(run).remote)
+            assert not elsewhere.checkpoints.exists()
+        finally:
+            other.stdin.close()
+    restore(elsewhere, settings(run).remote)
+    assert elsewhere.config.read_bytes() == run.config.read_bytes()
+
+
 def test_a_run_lost_before_its_first_upload_starts_over_and_is_uploaded(
     run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     upload(run)
     elsewhere = RunDir(tmp_path / "elsewhere" / run.path.name)
-    restore_from_store(elsewhere, settings(run).remote)
+    restore(elsewhere, settings(run).remote)
     assert "has no usable checkpoint; the run starts over" in capsys.readouterr().err
     shutil.copytree(run.path, elsewhere.path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("remote.json"))
     name = save(elsewhere, 10)
@@ -273,7 +302,7 @@ def test_an_uploader_killed_in_the_middle_leaves_no_checkpoint(
     assert 0 < len(directories[name]) < 14, "some files of the checkpoint are in the store"
     assert stored(run) == []
     elsewhere = RunDir(tmp_path / "elsewhere" / run.path.name)
-    restore_from_store(elsewhere, settings(run).remote)
+    restore(elsewhere, settings(run).remote)
     assert not elsewhere.path.exists()
 
     catalog.delete(run.checkpoints / name)
@@ -329,12 +358,12 @@ def test_a_store_that_has_gone_on_elsewhere_or_holds_another_run_is_rejected(run
     upload(run)
     run.events.write_text('{"event":"run_started","time":0,"iteration":5,"world_size":1,"num_steps":9}\n')
     with pytest.raises(ConfigError, match="is at iteration 10"):
-        restore_from_store(run, settings(run).remote)
+        restore(run, settings(run).remote)
     other = RunDir(tmp_path / "other" / run.path.name)
     shutil.copytree(run.path, other.path)
     (other.path / "remote.json").write_text('{"id": "0123"}')
     with pytest.raises(ConfigError, match="hold different runs"):
-        restore_from_store(other, settings(run).remote)
+        restore(other, settings(run).remote)
     with pytest.raises(ConfigError, match="holds another run"):
         upload(other)
 
@@ -349,7 +378,7 @@ def test_a_bucket_that_does_not_exist_is_one_line(
     message = f"{cfg.remote.url}/{run.path.name}: there is no bucket no-such-bucket; create it, or choose another"
     for directory in (run, RunDir(tmp_path / "none" / run.path.name)):
         with pytest.raises(ConfigError, match=message):
-            restore_from_store(directory, cfg.remote)
+            restore(directory, cfg.remote)
     with pytest.raises(ConfigError, match=message):
         upload_until_end(run, cfg, trainer=None)
     assert "deleted before it was uploaded" not in capsys.readouterr().err
@@ -362,10 +391,10 @@ def test_without_the_store_a_local_run_goes_on_and_a_new_machine_waits(
     cfg.retry_s = 1.0
     server.relay.down()
     try:
-        restore_from_store(run, cfg)
+        restore(run, cfg)
         assert "uploads wait" in capsys.readouterr().err
         with pytest.raises(StorageError, match="does not answer"):
-            restore_from_store(RunDir(tmp_path / "none" / run.path.name), cfg)
+            restore(RunDir(tmp_path / "none" / run.path.name), cfg)
         fast = settings(run)
         fast.remote.exit_wait_s = 1.0
         assert upload_until_end(run, fast, trainer=None) == 75

@@ -1,9 +1,9 @@
 """The lease of a run directory: only one start of a run writes at a time.
 
-Rank 0 takes the lease in `harness.resume` before it changes anything, renews it from a thread during the run, and
-releases it at the end. A launcher checks it before it creates a file. `harness.core.locking.directory_lease` explains
-how a lease works and when one that was not released is stale. Commands that only read, and `harness ctl`, do not need
-it.
+Rank 0 takes the lease in `harness.resume`, or before it downloads the run from an object store, before it changes
+anything. It renews it from a thread during the run, and releases it at the end. A launcher checks it before it creates
+a file. `harness.core.locking.directory_lease` explains how a lease works and when one that was not released is stale.
+Commands that only read, and `harness ctl`, do not need it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ _abandoned: Lease | None = None
 
 
 def hold(run: Path, lease_s: float) -> None:
-    """Take the lease of a run for this process. Raises ConfigError if another process holds it."""
+    """Take the lease of a run for this process, unless it has it. Raises ConfigError if another process holds it."""
     global _held, _abandoned
+    if _held is not None and _held.directory == run / FOLDER:
+        return
     if _abandoned is not None:
         _abandoned.release()
         _abandoned = None
