@@ -30,14 +30,13 @@ from harness.config.errors import (
 from harness.config.schema import Config, check_world
 from harness.control import stop_requests
 from harness.control.apply import run_operator_commands
+from harness.control.inbox import append_intervention
 from harness.control.stop_requests import StopRequest, signals_to
 from harness.control.watcher import watching
 from harness.core import rundir
-from harness.core.event_json import to_json
-from harness.core.events import ReducedRecord, RunEnded
+from harness.core.events import Intervention, ReducedRecord, RunEnded
 from harness.core.gc_schedule import GcSchedule
 from harness.core.locking import run_lease
-from harness.core.rundir import append_line
 from harness.core.state import RunState
 from harness.data.batch import Batch
 from harness.data.batch_facts import facts_to_record
@@ -267,14 +266,16 @@ def finish_run(run: Run, ending: Ending) -> Ending:
         for event in run.parts.checkpoints.drain_events():
             run.reporter.emit_event(event)
         return ending
+    asked: Intervention | None = None
     if ending.exit_code == EXIT_INTERRUPTED:
         ending = Ending(EXIT_INTERRUPTED, f"{ending.reason}: {run.stop.reason}")
         if run.parts.world.is_first and (asked := stop_requests.stop_event(run.directory, run.state.iteration)):
-            append_line(run.directory.interventions, to_json(asked))
             run.reporter.emit_event(asked)
     is_done = ending.exit_code == EXIT_DONE
     with run.heartbeat.during(Phase.save):
         is_saved = run.parts.checkpoints.save_last(run.state, is_done=is_done, remembered=run.parts.sentinel.memory)
+    if asked is not None:
+        append_intervention(run.directory, asked)
     for event in run.parts.checkpoints.drain_events():
         run.reporter.emit_event(event)
     if is_saved:

@@ -105,6 +105,15 @@ def intervention_event(command: Command, iteration: int, changes: Mapping[str, A
     )
 
 
+def append_intervention(run: RunDir, event: Intervention) -> None:
+    """Append an intervention to interventions.jsonl; a failed write is a warning, because the event log has it too."""
+    try:
+        append_line(run.interventions, to_json(event))
+    except OSError as error:
+        message = f"cannot write {run.interventions}: {error.strerror}"
+        print_warning(f"{message}; the event log alone has the intervention")
+
+
 @final
 class Inbox:
     """The command files of a run. Its methods never raise because of a disk or a file; they may block on one."""
@@ -138,11 +147,7 @@ class Inbox:
     def done(self, command: Command, event: Intervention) -> None:
         """Write the answer to a command, then remove its file."""
         self._answered.add(command.id)
-        try:
-            append_line(self._run.interventions, to_json(event))
-        except OSError as error:
-            message = f"cannot write {self._run.interventions}: {error.strerror}"
-            print_warning(f"{message}; the event log alone has the intervention")
+        append_intervention(self._run, event)
         path = path_of(self._run, command.id)
         try:
             path.unlink(missing_ok=True)

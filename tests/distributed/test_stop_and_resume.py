@@ -16,9 +16,12 @@ from unittest.mock import patch
 import pytest
 
 from harness import train
+from harness.control import stop_requests
 from harness.core import event_json
 from harness.core.events import Event, Intervention, RunEnded, RunStarted, StepRecord
-from harness.core.rundir import RunDir, user_name
+from harness.core.rundir import RunDir, locate, user_name
+from harness.faults.site import intercept
+from harness.run import Run
 from harness.telemetry import system_sampler
 from tests.distributed import cases
 from tests.distributed.pool import Pool
@@ -177,6 +180,33 @@ def test_the_operator_is_logged(stopped: dict[str, Stopped]) -> None:
     assert list(event_json.read(run.interventions)) == [intervention]
     for method in ("signal", "file"):
         assert not [event for event in stopped[method].log if isinstance(event, Intervention)]
+
+
+def stop_that_cannot_be_recorded(directory: str, *overrides: str) -> int:
+    """A run that a file STOP stops after its third step, while interventions.jsonl cannot be written."""
+    cfg = cases.tiny(*overrides, directory=directory)
+    run = locate(cfg)
+
+    def wrap(started: Run) -> Run:
+        def stop() -> None:
+            if started.state.iteration == 3 and started.inbox is not None:
+                run.interventions.mkdir()
+                stop_requests.ask(run, who="ada", reason="new nodes")
+                started.inbox.look()
+
+        started.parts.mailbox = intercept(started.parts.mailbox, "post", stop, first=False)
+        return started
+
+    return train.run_worker(cfg, wrap)
+
+
+def test_a_stop_that_cannot_be_recorded_still_saves(ranks: Pool, tmp_path: Path) -> None:
+    assert ranks.run(1, stop_that_cannot_be_recorded, str(tmp_path), "run.name=a", *ENDLESS) == [75]
+    run = RunDir(tmp_path / "a")
+    log = log_of(run)
+    assert [path.name for path in run.checkpoints.iterdir()] == [f"step-{end_of(log).step:08d}-gen-0"]
+    (intervention,) = [event for event in log if isinstance(event, Intervention)]
+    assert (intervention.who, intervention.reason) == ("ada", "new nodes")
 
 
 def test_the_first_rank_of_a_machine_samples_it(stopped: dict[str, Stopped]) -> None:
