@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import reprlib
+import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, assert_never, final
@@ -311,7 +312,12 @@ def parse_field(order: str, key: str, kind: str, value: Any) -> Any:
         case "tuple[int, ...]", [*numbers] if all(type(number) is int for number in numbers):
             return tuple(numbers)
         case "dict[str, float]", dict() if all(type(number) in (int, float) for number in value.values()):
-            return {str(name): float(number) for name, number in value.items()}
+            try:
+                return {str(name): float(number) for name, number in value.items()}
+            except OverflowError:
+                raise ConfigError(
+                    order, f"{key} must be floats, got an integer above {sys.float_info.max:.2g}"
+                ) from None
     raise ConfigError(order, f"{key} must be of type {kind}, got {reprlib.repr(value)}")
 
 

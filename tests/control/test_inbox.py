@@ -133,6 +133,7 @@ def test_every_order_has_a_description() -> None:
             {"weights": {"web": "1"}},
             "reweight: weights must be of type dict[str, float], got {'web': '1'}",
         ),
+        ("reweight", {"weights": {"web": 10**400}}, "reweight: weights must be floats, got an integer above 1.8e+308"),
     ],
 )
 def test_an_invalid_argument_is_refused_in_one_line(command_name: str, fields: dict[str, Any], message: str) -> None:
@@ -176,6 +177,10 @@ def test_files_of_earlier_versions_are_read_and_plain_rollbacks_are_written_like
         (SKIP | {"reason": " \n"}, "reason: must not be empty"),
         (SKIP | {"reason": "x" * 1001}, "reason: must have at most 1000 characters, got 1001"),
         (SKIP | {"who": ""}, "who: must not be empty"),
+        (
+            {"command": "reweight", "weights": {"web": 10**400}} | COMMON_FIELDS,
+            "reweight: weights must be floats, got an integer above 1.8e+308",
+        ),
         (SKIP | {"time": 10**400}, "time: must be in seconds since 1970, got 1000"),
         (SKIP | {"time": float("nan")}, "time: must be in seconds since 1970, got nan"),
     ],
