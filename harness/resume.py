@@ -44,6 +44,17 @@ class Opened:
     problem: str = ""
 
 
+def clear_old_stop_file(cfg: Config) -> None:
+    """Remove the file STOP of the last start, before anything that takes long; on rank 0, and only without a launcher,
+    which has done it. A run that another process writes keeps it: ConfigError."""
+    if cfg.run.name is None or stop_requests.holds_for_this_start():
+        return
+    run = rundir.locate(cfg)
+    if run.stop.exists():
+        run_lease.require_free(run.path, wait=False)
+        stop_requests.clear_stop_file(run)
+
+
 def open_run(cfg: Config, data: RunData) -> Opened:
     """Create the run directory if needed and take its lease. `Opened.problem` says why that is not possible."""
     rundir.name_run(cfg)
@@ -57,7 +68,6 @@ def open_run(cfg: Config, data: RunData) -> Opened:
         seen = max(last_iteration(run.events), 0)
         corpus = render_record(data.record)
         changes = rundir.prepare_run_dir(cfg, run, iteration=seen, corpus=corpus, data_changes=data.changes)
-        stop_requests.clear_stop_file(run)
         return Opened(run, seen, changes)
     except ConfigError as error:
         return Opened(run, seen, {}, problem=str(error))

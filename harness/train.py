@@ -49,7 +49,7 @@ from harness.precision.fp8.engine import require_engine
 from harness.recomputation import choose_recomputation, explain_check_off
 from harness.recovery import run_actions
 from harness.remote_resume import restore_remote_run
-from harness.resume import Opened, find_data_change, open_run, resume
+from harness.resume import Opened, clear_old_stop_file, find_data_change, open_run, resume
 from harness.run import Ending, Run
 from harness.run_corpus import resolve_run_data
 from harness.sentinel.device.step_report import HostFacts
@@ -308,6 +308,7 @@ def run_worker(cfg: Config, wrap: RunWrapper = unwrapped) -> int:
     ):
         if world.is_first and obstacle:
             print(f"compiled kernels are not kept for the next start: {obstacle}", flush=True)
+        run_on_rank_zero(lambda: clear_old_stop_file(cfg))
         run_on_all_ranks(lambda: require_engine(cfg.precision, world.device))
         restore_remote_run(cfg)
         data = resolve_run_data(cfg, world=world)

@@ -4,7 +4,8 @@ A signal handler only appends a number. On rank 0 a thread also polls for the fi
 (`harness.control.watcher`); the loop itself never waits for the file system. The loop puts the request into every
 step's all-reduce, and all ranks read it `sentinel.lag` steps later. So at most lag + 1 further steps begin after a
 signal: one because it may arrive just after the loop has looked. The file STOP stays while the run is stopped, as a
-record that somebody wanted this. The next start removes it.
+record that somebody wanted this. The launcher of the next start removes it before it starts ranks; without a launcher,
+rank 0 does at once.
 
 Left out: other commands (`harness.control.inbox`), and withdrawing a request. Once seen, it holds for this start.
 """
@@ -30,6 +31,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Slurm sends SIGUSR1 some time before the job's time limit."""
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 """Environment variable of torchrun and of our launcher: how often the ranks were restarted inside the job."""
+STOP_CLEARED = "HARNESS_STOP_CLEARED"
+"""Environment variable of ranks whose launcher has removed the file STOP of the last start."""
 LONGEST_STOP_BYTES = 65536
 ELSEWHERE = "a signal to another rank"
 
@@ -122,13 +125,16 @@ def stop_event(run: RunDir, iteration: int) -> Intervention | None:
     )
 
 
-def clear_stop_file(run: RunDir) -> None:
-    """Remove the file STOP of the last start; on rank 0, before the run accepts new requests.
+def holds_for_this_start() -> bool:
+    """Whether a file STOP that this rank finds at its start is a new request.
 
-    A restart inside the job keeps it: the launcher restarts only without one, so it is a new request.
+    The launcher has removed that of the last start, and it restarts ranks inside the job only without one.
     """
-    if int(os.environ.get(RESTART_COUNT, "0")) > 0:
-        return
+    return STOP_CLEARED in os.environ or int(os.environ.get(RESTART_COUNT, "0")) > 0
+
+
+def clear_stop_file(run: RunDir) -> None:
+    """Remove the file STOP of the last start, in the launcher before it starts ranks; without a launcher, on rank 0."""
     try:
         run.stop.unlink(missing_ok=True)
     except OSError as error:

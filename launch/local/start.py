@@ -37,7 +37,7 @@ from harness.analysis.plan.machine_memory import MachineMemory, check_memory
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_CRASHED, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, require
 from harness.config.parallel import DeviceKind
 from harness.config.schema import Config, check_world
-from harness.control.stop_requests import STOP_SIGNALS
+from harness.control.stop_requests import STOP_CLEARED, STOP_SIGNALS
 from harness.core.events import EndCause
 from harness.core.locking.run_lease import clearing_dead_lease
 from harness.core.memory_limits import address_space_left, free_bytes, total_bytes
@@ -339,7 +339,7 @@ def build_tasks(cfg: Config, worker: Worker, logs: RankLogs, environment: dict[s
             call=enter_worker,
             arguments=(worker, cfg),
             name=f"rank-{rank}",
-            environment=environment | logs.environment(rank),
+            environment=environment | logs.environment(rank) | {STOP_CLEARED: "1"},
             stdout=logs.stream(rank, "stdout"),
             stderr=logs.stream(rank, "stderr"),
         )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -12,6 +15,8 @@ from harness.config.errors import ConfigError
 from harness.control import stop_requests
 from harness.control.stop_requests import StopFile, StopRequest, signals_to
 from harness.core.rundir import RunDir
+from harness.resume import clear_old_stop_file
+from tests.composed import load
 
 
 class Clock:
@@ -138,14 +143,36 @@ def test_an_old_stop_file_is_removed(run: RunDir) -> None:
         stop_requests.clear_stop_file(run)
 
 
-def test_a_restart_inside_the_job_keeps_a_stop_request(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("variable", "value", "expected"),
+    [
+        (stop_requests.RESTART_COUNT, "1", True),
+        (stop_requests.RESTART_COUNT, "0", False),
+        (stop_requests.STOP_CLEARED, "1", True),
+    ],
+)
+def test_a_restart_and_the_ranks_of_a_launcher_keep_a_stop_request(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, expected: bool
+) -> None:
+    cfg = load([f"run.dir={run.path.parent}", f"run.name={run.path.name}"])
     stop_requests.ask(run, who="ada", reason="")
-    monkeypatch.setenv(stop_requests.RESTART_COUNT, "1")
-    stop_requests.clear_stop_file(run)
+    monkeypatch.setenv(variable, value)
+    clear_old_stop_file(cfg)
+    assert run.stop.exists() == expected
+
+
+def test_a_start_beside_a_running_one_keeps_its_stop_request(run: RunDir) -> None:
+    cfg = load([f"run.dir={run.path.parent}", f"run.name={run.path.name}"])
+    stop_requests.ask(run, who="ada", reason="")
+    imports = "from pathlib import Path; from harness.core.locking import run_lease"
+    code = f"{imports}; run_lease.hold(Path({str(run.path)!r}), 60); print(); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=PIPE, stdout=PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(ConfigError, match="is in use by"):
+            clear_old_stop_file(cfg)
+        other.kill()
     assert run.stop.exists()
-    monkeypatch.setenv(stop_requests.RESTART_COUNT, "0")
-    stop_requests.clear_stop_file(run)
-    assert not run.stop.exists()
 
 
 def test_a_stop_file_survives_a_round_trip(run: RunDir, clock: Clock) -> None:

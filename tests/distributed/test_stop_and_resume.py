@@ -209,6 +209,40 @@ def test_a_stop_that_cannot_be_recorded_still_saves(ranks: Pool, tmp_path: Path)
     assert (intervention.who, intervention.reason) == ("ada", "new nodes")
 
 
+def start_with_stop_file(directory: str, environment: dict[str, str], *overrides: str) -> int:
+    """A run whose directory has a file STOP when its ranks start."""
+    cfg = cases.tiny(*overrides, directory=directory)
+    with patch.dict(os.environ, environment):
+        if os.environ["RANK"] == "0":
+            locate(cfg).path.mkdir()
+            locate(cfg).stop.touch()
+        return train.run_worker(cfg)
+
+
+@pytest.mark.parametrize(
+    ("environment", "num_steps", "code"), [({stop_requests.STOP_CLEARED: "1"}, 300, 75), ({}, 6, 0)]
+)
+def test_a_stop_while_ranks_start_holds_if_their_launcher_has_removed_the_last_one(
+    ranks: Pool, tmp_path: Path, environment: dict[str, str], num_steps: int, code: int
+) -> None:
+    overrides = (*ENDLESS, f"train.num_steps={num_steps}", "run.name=a")
+    assert ranks.run(2, start_with_stop_file, str(tmp_path), environment, *overrides) == [code] * 2
+    assert RunDir(tmp_path / "a").stop.exists() == bool(environment)
+
+
+def test_a_run_can_be_stopped_before_it_trains(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "a")
+    overrides = [*cases.TINY, "train.num_steps=300", f"run.dir={tmp_path}", "run.name=a", "launch.nproc=2"]
+    with Launched("launch.cli.main", "train", *overrides, output=tmp_path / "output") as process:
+        deadline = time.monotonic() + 200
+        while not list(run.logs.glob("*/rank-0.pid")):
+            assert process.poll() is None, process.stderr
+            assert time.monotonic() < deadline, "no rank starts"
+            time.sleep(0.01)
+        run.stop.touch()
+        assert process.wait(timeout=200) == 75
+
+
 def test_the_first_rank_of_a_machine_samples_it(stopped: dict[str, Stopped]) -> None:
     run, log = stopped["signal"].run, stopped["signal"].log
     assert [path.name for path in run.system.iterdir()] == ["rank-00000.jsonl"]
