@@ -374,12 +374,20 @@ def train_opened_run(
 
 
 def main() -> int:
-    """Entry point of `torchrun --nproc-per-node N -m harness.train key=value ...`."""
+    """Entry point of `torchrun --nproc-per-node N -m harness.train key=value ...`.
+
+    An error that all ranks have is printed by rank 0. A rank that fails before it has joined the others prints it
+    itself, because rank 0 waits for it; of invalid arguments, only the first rank of a machine does.
+    """
+    rank, _, local_rank = rank_from_environment()
+    prints = local_rank == 0
     try:
-        return run_worker(compose.load(sys.argv[1:]))
+        cfg = compose.load(sys.argv[1:])
+        prints = True
+        return run_worker(cfg)
     except (ConfigError, StorageError) as error:
-        if rank_from_environment()[0] == 0:
-            print(f"harness: {error}", file=sys.stderr)
+        if rank == 0 or (prints and not error.is_shared):
+            print(f"harness: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr)
         return EXIT_INTERRUPTED if isinstance(error, StorageError) else EXIT_BAD_CONFIG
     except Exception:
         traceback.print_exc()

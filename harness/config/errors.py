@@ -12,6 +12,9 @@ EXIT_INTERRUPTED = 75
 class ConfigError(Exception):
     """Invalid config; the message names the key and what is allowed."""
 
+    is_shared = False
+    """It was raised while the process group was up: rank 0 has it too, and prints it."""
+
     def __init__(self, key: str, message: str) -> None:
         super().__init__(f"{key}: {message}" if key else message)
 
@@ -23,6 +26,9 @@ class ConfigError(Exception):
 class StorageError(OSError):
     """Storage failed or did not answer. The data may be intact: the same command may succeed later, so the exit code of
     a run is 75. Constructed like `OSError`: errno, problem, path."""
+
+    is_shared = False
+    """As of `ConfigError`."""
 
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}"

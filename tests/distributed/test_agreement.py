@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import pickle
+import sys
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 
+from harness import train
 from harness.config.errors import ConfigError
 from harness.core import event_json, events
 from harness.core.events import Finding, FindingKind, RunEnded
@@ -107,6 +112,51 @@ def test_a_group_is_not_destroyed_after_a_crash() -> None:
     with connected(parallel):
         assert dist.is_initialized()
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "environment", "line"),
+    [
+        (
+            ["run.deterministic=true"],
+            {"CUBLAS_WORKSPACE_CONFIG": "1", "LOCAL_RANK": "1"},
+            "harness: rank 1: run.deterministic: needs CUBLAS_WORKSPACE_CONFIG=",
+        ),
+        (["model.dims=3"], {"LOCAL_RANK": "0"}, "harness: rank 1: model.dims: "),
+        (["model.dims=3"], {"LOCAL_RANK": "1"}, ""),
+    ],
+)
+def test_a_rank_that_fails_before_it_joins_the_others_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    overrides: list[str],
+    environment: dict[str, str],
+    line: str,
+) -> None:
+    """Rank 0 waits for this one. Of invalid arguments, the first rank of a machine speaks for the others."""
+    for name, value in ({"RANK": "1", "WORLD_SIZE": "2"} | environment).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["harness.train", *cases.TINY, *overrides])
+    assert train.main() == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith(line)
+    assert printed.count("\n") == bool(line)
+
+
+def main_on_rank(*overrides: str) -> tuple[int, str]:
+    """Exit code and errors of `python -m harness.train` on a rank."""
+    with patch.object(sys, "argv", ["harness.train", *cases.TINY, *overrides]), redirect_stderr(StringIO()) as printed:
+        return train.main(), printed.getvalue()
+
+
+def test_an_error_of_all_ranks_is_printed_once(ranks: Pool, tmp_path: Path) -> None:
+    overrides = (f"run.dir={tmp_path}", "run.name=a", "train.num_steps=2")
+    assert ranks.run(2, main_on_rank, *overrides) == [(0, "")] * 2
+    (code, line), other = ranks.run(2, main_on_rank, *overrides, "optim.lr=1")
+    assert code == 2
+    assert line.startswith("harness: ")
+    assert "optim.lr" in line
+    assert other == (2, "")
 
 
 def test_a_user_error_can_be_sent_to_other_ranks() -> None:
