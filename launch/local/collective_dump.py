@@ -16,6 +16,7 @@ from pathlib import Path
 from threading import Thread
 
 from harness.distributed.torch_private.flight_recorder import recorded_collectives
+from launch.local.hang_report import shorten_dump
 
 
 @contextmanager
@@ -42,12 +43,12 @@ def dump_collectives_on_signal(path: Path, number: signal.Signals) -> Iterator[N
 def _dump_at_signals(reader: int, number: signal.Signals, path: Path) -> None:
     while received := os.read(reader, 64):
         if number in received:
-            with suppress(OSError, RuntimeError, ValueError):
+            with suppress(OSError, RuntimeError, ValueError, KeyError):
                 write_dump(path)
 
 
 def write_dump(path: Path) -> None:
-    """Write the recorded collectives, atomically."""
+    """Write the recorded collectives that explain a hang, atomically."""
     scratch = path.with_name(f".{path.name}.tmp")
-    scratch.write_text(json.dumps(recorded_collectives()) + "\n", encoding="utf-8")
+    scratch.write_text(json.dumps(shorten_dump(recorded_collectives())) + "\n", encoding="utf-8")
     scratch.replace(path)

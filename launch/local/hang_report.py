@@ -23,6 +23,8 @@ NCCL_BARRIER = "all_reduce_barrier"
 """NCCL has no barrier of its own."""
 MOST_NAMED = 8
 """Ranks that a line names one by one."""
+KEPT_FINISHED = 20
+"""Finished collectives of each group that a dump keeps: a rank that has left the one that hangs is not far ahead."""
 
 
 class Call(NamedTuple):
@@ -61,16 +63,35 @@ def parse_dump(text: str) -> list[Call]:
     return [_call(entry) for entry in entries if not entry.get("is_p2p")]
 
 
+def shorten_dump(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """A dump with all unfinished collectives, and of each group the last finished ones.
+
+    A whole dump has 2,000 collectives. With a thousand ranks, one launcher would need a minute to read them.
+    """
+    kept: list[Mapping[str, Any]] = []
+    num_finished = Counter[tuple[str, ...]]()
+    for entry in reversed(recorded.get("entries", [])):
+        backend, _, _ = str(entry["profiling_name"]).rpartition(":")
+        group = (backend, *entry["process_group"], str(entry.get("is_p2p")))
+        num_finished[group] += _is_finished(entry)
+        if not _is_finished(entry) or num_finished[group] <= KEPT_FINISHED:
+            kept.append(entry)
+    return {**recorded, "entries": kept[::-1]}
+
+
+def _is_finished(entry: Mapping[str, Any]) -> bool:
+    return bool(entry.get("retired")) or entry.get("state") == "completed"
+
+
 def _call(entry: Mapping[str, Any]) -> Call:
     name, description = (*entry["process_group"], "")[:2]
     backend, _, operation = str(entry["profiling_name"]).rpartition(":")
     sizes = "".join(f"[{' x '.join(str(size) for size in shape)}]" for shape in entry.get("input_sizes", []))
-    is_finished = bool(entry.get("retired")) or entry.get("state") == "completed"
     group = " ".join(word for word in (backend, description or "group", name) if word)  # each backend has its own count
     if operation == NCCL_BARRIER:
         operation, sizes = "barrier", ""
     name_of_api = operation.removeprefix("_").removesuffix("_base")
-    return Call(group, int(entry["collective_seq_id"]), name_of_api, sizes, is_finished)
+    return Call(group, int(entry["collective_seq_id"]), name_of_api, sizes, _is_finished(entry))
 
 
 def main_thread_place(stacks: str) -> str:

@@ -23,7 +23,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -200,7 +200,10 @@ def launch(cfg: Config, worker: Worker, spec: RendezvousSpec = SINGLE_NODE, *, c
             return EXIT_CRASHED
         with group:
             history = RestartHistory.begin(cfg, nproc=nproc, elastic=elastic)
-            code = run_and_clean_up(cfg, lambda: run_until_final(cfg, worker, group, pool, stop_signals, history))
+            with ThreadPoolExecutor(max_workers=1, thread_name_prefix="hang-report") as explainer:
+                code = run_and_clean_up(
+                    cfg, lambda: run_until_final(cfg, worker, group, pool, stop_signals, history, explainer)
+                )
             if group.is_coordinator:
                 write_exit_file(code)
             return code
@@ -227,7 +230,13 @@ def plan_elastic(cfg: Config, spec: RendezvousSpec, *, nproc: int, comes_back: b
 
 
 def run_until_final(
-    cfg: Config, worker: Worker, group: NodeGroup, pool: WorkerPool, stop_signals: list[int], history: RestartHistory
+    cfg: Config,
+    worker: Worker,
+    group: NodeGroup,
+    pool: WorkerPool,
+    stop_signals: list[int],
+    history: RestartHistory,
+    explainer: Executor,
 ) -> int:
     """Start the ranks, and start them again after a failure as long as the budget allows; returns the exit code."""
     run = locate(cfg)
@@ -238,7 +247,8 @@ def run_until_final(
         code = EXIT_CRASHED
         if not group.is_spare:  # a spare without a coordinator has no ranks to stop
             with pool.start_workers(history.nproc) as processes:
-                code = run_ranks(cfg, worker, group, processes, stop_signals, RestartPlanner(group, history))
+                planner = RestartPlanner(group, history)
+                code = run_ranks(cfg, worker, group, processes, stop_signals, planner, explainer)
         failure = group.failure
         if failure is None or (code == EXIT_DONE and failure.cause == EndCause.lost_node):
             if group.is_coordinator:
@@ -265,6 +275,7 @@ def run_ranks(
     processes: Sequence[PooledWorker],
     stop_signals: list[int],
     planner: RestartPlanner,
+    explainer: Executor,
 ) -> int:
     """Run the workers of one start and supervise them to their end; returns the exit code of the start."""
     nproc, node_rank = len(processes), group.node_rank
@@ -298,7 +309,8 @@ def run_ranks(
             code = max(future.result().values())
         except ChildFailedError as error:
             failure = memory.explain(logs.first_failure(error))
-            return print_failure(failure, logs, group, stopping=bool(stop_signals), hung=watch.hung)
+            stopping = bool(stop_signals)
+            return print_failure(failure, logs, group, stopping=stopping, hung=watch.hung, explainer=explainer)
         group.report_success(code)
         return code
 
@@ -445,8 +457,19 @@ def silence_agent() -> None:
             logger.propagate = False
 
 
-def print_failure(failure: RankFailure, logs: RankLogs, group: NodeGroup, *, stopping: bool, hung: str | None) -> int:
-    """Print why the run ended: in full on the node where it began, one line on the others."""
+def print_failure(
+    failure: RankFailure,
+    logs: RankLogs,
+    group: NodeGroup,
+    *,
+    stopping: bool,
+    hung: str | None,
+    explainer: Executor,
+) -> int:
+    """Print why the run ended: in full on the node where it began, one line on the others.
+
+    `explainer` reads what all ranks wrote about a hang, while the nodes agree on a restart.
+    """
     node_failure = group.failure
     is_elsewhere = node_failure is not None and node_failure.node_rank != group.node_rank
     if node_failure is not None and (is_elsewhere or node_failure.cause == EndCause.planned):
@@ -455,7 +478,7 @@ def print_failure(failure: RankFailure, logs: RankLogs, group: NodeGroup, *, sto
         return node_failure.exit_code
     if hung:
         print(f"harness: {hung}; stacks of all threads: {logs.directory}/*.stacks", file=sys.stderr)
-        print_explanation(logs, world_size=group.num_nodes * len(logs.ranks))
+        explainer.submit(print_explanation, logs, world_size=group.num_nodes * len(logs.ranks))
         return EXIT_CRASHED
     if text := render_failure(failure, stopping=stopping):
         print(text, file=sys.stderr)

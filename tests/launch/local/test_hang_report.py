@@ -21,6 +21,7 @@ from launch.local.hang_report import (
     main_thread_place,
     parse_dump,
     read_answers,
+    shorten_dump,
     stacks_file,
 )
 
@@ -107,6 +108,21 @@ def test_a_dump_is_parsed() -> None:
     assert parse_dump("{}") == []
 
 
+def test_a_dump_keeps_what_is_unfinished_and_the_last_of_each_group() -> None:
+    other = {"process_group": ["1", "shard"]}
+    entries = [each for number in range(1000) for each in (entry(number), entry(number, **other))]
+    entries[7] |= {"state": "started"}
+    entries += [entry(1000, state="started"), entry(1001, state="scheduled")]
+    kept = shorten_dump({"version": "2", "entries": entries})
+    assert kept["version"] == "2"
+    calls = parse_dump(json.dumps(kept))
+    groups = ("nccl default_pg 0", "nccl shard 1")
+    numbers = [[call.number for call in calls if call.group == group] for group in groups]
+    assert numbers == [[*range(980, 1002)], [3, *range(980, 1000)]]
+    assert [call.number for call in calls if not call.is_finished] == [3, 1000, 1001]
+    assert shorten_dump({}) == {"entries": []}
+
+
 STACKS = """Thread 0x1 (most recent call first):
   File "/usr/lib/python3/threading.py", line 320 in wait
 
@@ -150,7 +166,7 @@ with (
 ):
     faulthandler.register(signal.SIGUSR2, file=stacks, chain=True)
     tensor = torch.ones(4)
-    for _ in range(3):
+    for _ in range(30):
         dist.all_reduce(tensor)
     (directory / f"ready-{rank}").touch()
     if rank == 0:
@@ -174,7 +190,10 @@ def test_two_real_ranks_are_asked_while_they_hang(tmp_path: Path) -> None:
             process.send_signal(signal.SIGUSR2)
         wait_for([dump_file(tmp_path, rank) for rank in (0, 1)])
         line = explain_hang(read_answers(tmp_path, [0, 1]))
-        assert line.startswith("rank 0 called all_gather [8], number 4 of gloo default_pg 0; rank 1 did not: it is at ")
+        assert len(parse_dump(dump_file(tmp_path, 0).read_text())) == 21, "20 of 30 all-reduces, and the all-gather"
+        assert line.startswith(
+            "rank 0 called all_gather [8], number 31 of gloo default_pg 0; rank 1 did not: it is at "
+        )
         dump_file(tmp_path, 0).unlink()
         ranks[0].send_signal(signal.SIGUSR2)
         wait_for([dump_file(tmp_path, 0)])

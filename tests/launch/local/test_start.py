@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,9 @@ from harness.config.parallel import DeviceKind
 from harness.core.rundir import RunDir, locate
 from launch import train
 from launch.local import start, worker_pool
+from launch.local.hang_report import dump_file
+from launch.local.node_group import LOOPBACK, SINGLE_NODE, NodeGroup
+from launch.local.ranks import RankFailure, RankLogs
 from launch.local.supervisor import WRITE_TIMEOUT_S
 from launch.local.thread_count import count_expected_ranks, rank_thread_environment
 from tests.forks import ROOT, Launched
@@ -291,6 +295,23 @@ def test_a_hung_rank_is_named_with_stacks_and_all_ranks_are_killed(launch: Launc
     found = json.loads((tmp_path / "hang" / "status.json").read_text())
     assert (found["state"], found["exit_code"]) == ("ended", 1)
     assert found["reason"].startswith("rank 1 on ")
+
+
+def test_the_explanation_of_a_hang_delays_no_restart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a thousand ranks it takes longer than the other nodes wait for this one."""
+    logs = RankLogs(tmp_path, range(2))
+    entry = {"process_group": ["0", "default_pg"], "profiling_name": "nccl:barrier", "collective_seq_id": 7}
+    os.mkfifo(dump_file(tmp_path, 0))  # a read waits until this test writes
+    dump_file(tmp_path, 1).write_text(json.dumps({"entries": []}))
+    group = NodeGroup(SINGLE_NODE, LOOPBACK, "start", 0, None, 1.0)
+    failure = RankFailure(rank=0, exit_code=-9, log="")
+    with ThreadPoolExecutor() as explainer:
+        assert start.print_failure(failure, logs, group, stopping=False, hung="rank 1 hangs", explainer=explainer) == 1
+        assert capsys.readouterr().err == f"harness: rank 1 hangs; stacks of all threads: {tmp_path}/*.stacks\n"
+        dump_file(tmp_path, 0).write_text(json.dumps({"entries": [entry]}))
+    line = "rank 0 called barrier, number 7 of nccl default_pg 0; rank 1 did not, and waits for no collective"
+    assert capsys.readouterr().err == f"harness: {line}\n"
+    assert (tmp_path / "hang.txt").read_text() == f"{line}\n"
 
 
 def test_a_single_node_run_listens_on_the_loopback_only(launch: Launch) -> None:
