@@ -26,7 +26,7 @@ from typing import Any
 from harness.config.errors import ConfigError
 from launch.health.node_facts import machine_name
 from launch.local.elastic import Elastic
-from launch.local.file_limit import files_needed, raise_file_limit
+from launch.local.file_limit import warn_about_files
 from launch.local.node_address import (
     RendezvousError,
     choose_listen_address,
@@ -94,15 +94,6 @@ def join_nodes(
         else:
             group.admit = lambda connection: admit_node(group, connection, hello, elastic)
     return group
-
-
-def warn_about_files(num_nodes: int, nproc: int) -> None:
-    """Raise the limit of open files of node 0, and warn if it is too low for this run."""
-    needed = files_needed(num_nodes, nproc)
-    allowed = raise_file_limit(needed)
-    if needed > allowed:
-        what = f"node 0 needs about {needed} open files for {num_nodes * nproc} ranks"
-        print(f"harness: warning: {what}, and may have {allowed}; raise `ulimit -Hn`", file=sys.stderr, flush=True)
 
 
 def open_store_socket(group: NodeGroup) -> None:

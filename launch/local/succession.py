@@ -24,6 +24,7 @@ from typing import Any
 
 from harness.config.errors import ConfigError, StorageError
 from harness.core.locking.run_lease import take_over_lease
+from launch.local.file_limit import warn_about_files
 from launch.local.node_group import NodeGroup
 from launch.local.node_link import Link
 from launch.node_record import NodeRecord
@@ -42,6 +43,7 @@ def find_coordinator(group: NodeGroup, hello: Mapping[str, Any], admit: Admit, r
     """
     for number, address, port in group.successors:
         if number == group.number:
+            warn_about_files(hello["nodes"], hello["nproc"])
             return become_coordinator(group, address, str(hello["host"]), admit, record)
         if number in group.lost:
             continue

@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from launch.local.file_limit import files_needed
-from launch.local.rendezvous import warn_about_files
+from launch.local.file_limit import files_needed, warn_about_files
 
 RAISED = """
 import resource

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import pytest
 from harness.core.locking import directory_lease
 from harness.core.locking.lease_holder import this_process
 from harness.core.rundir import RunDir
-from launch.local import succession
+from launch.local import file_limit, succession
 from launch.local.node_group import SPARE, NodeGroup
 from launch.local.restart import agree_on_restart
 from launch.local.spare import wait_as_spare
@@ -55,6 +56,22 @@ def test_the_next_node_coordinates_and_a_spare_replaces_node_0(
     lose(spare, second)
     (decision,) = hosts.agree(hosts.history(), second)
     assert decision.reason == "node 0 (host2) is gone, no spare is left, and the run needs 2 nodes"
+
+
+def test_the_next_coordinator_raises_its_limit_of_open_files(
+    stack: ExitStack, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is another process than node 0."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+    hosts = Hosts(stack, run, 2, spares=1, allowed=(2,))
+    first, second, spare = hosts.all()
+    kill(first)
+    wait_until(lambda: None not in (second.failure, spare.failure))
+    monkeypatch.setattr(file_limit, "files_needed", lambda num_nodes, nproc: 1000 + 10 * num_nodes + nproc)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+    hosts.agree(hosts.history(), second, spare)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 1031
 
 
 def test_if_the_next_in_line_is_lost_too_the_one_after_it_coordinates(
