@@ -41,7 +41,8 @@ def choose_roster(
     """
     faults = {number: None if number == coordinator else fault for number, fault in present.items()}
     used = set(roster)
-    spares = sorted((number for number, fault in faults.items() if fault is None and number not in used), reverse=True)
+    spares = [number for number, fault in faults.items() if fault is None and number not in used]
+    spares.sort(key=lambda number: (number != coordinator, number), reverse=True)
     seats: list[int | None] = [number if number in faults else None for number in roster]
     lost = [seat for seat, number in enumerate(seats) if number is None]
     bad = [seat for seat, number in enumerate(roster) if faults.get(number) is not None]
@@ -61,7 +62,8 @@ def choose_roster(
     fitting = [size for size in allowed if size <= len(chosen)]
     if not fitting:
         return None
-    kept = set(sorted(chosen, key=lambda number: ORDER.index(faults[number]))[: max(fitting)])
+    order = sorted(chosen, key=lambda number: (number != coordinator, ORDER.index(faults[number])))
+    kept = set(order[: max(fitting)])
     return tuple(number for number in chosen if number in kept)
 
 

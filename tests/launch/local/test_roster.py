@@ -101,6 +101,22 @@ def test_single_cases(
     assert choose_roster(roster, present, allowed=allowed) == expected
 
 
+@pytest.mark.parametrize("allowed", ALLOWED, ids=str)
+def test_every_launcher_that_coordinates_runs_ranks(allowed: tuple[int, ...]) -> None:
+    """After launcher 0 was lost, any other one may coordinate: only the one that does hosts torch's store."""
+    for coordinator, states in product(range(1, 5), product(STATES, repeat=4)):
+        present = {number: state for number, state in enumerate(states, start=1) if state != LOST}
+        present[coordinator] = None
+        chosen = choose_roster(ROSTER, present, allowed=allowed, coordinator=coordinator)  # type: ignore[arg-type]
+        assert chosen is None or coordinator in chosen, f"{coordinator}, {states} on {allowed}: {chosen}"
+
+
+def test_a_coordinator_behind_the_others_is_kept_on_fewer_nodes() -> None:
+    present = dict.fromkeys((4, 6, 7, 8, 9, 10, 11))
+    chosen = choose_roster((8, 9, 10, 11, 4, 5, 6, 7), present, allowed=(4, 8), coordinator=4)
+    assert chosen == (8, 9, 10, 4)
+
+
 @pytest.mark.parametrize("roster", [(0,), (0, 1, 2), (0, 5, 2, 3), (0, 2, 1), (0, 2, 4)])
 def test_a_roster_survives_its_message(roster: tuple[int, ...]) -> None:
     assert unpack_roster(json.loads(json.dumps(pack_roster(roster)))) == roster
