@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields, is_dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -27,7 +27,11 @@ def from_json(line: str) -> Event:
     """Parse one line. Unknown keys are ignored."""
     data = json.loads(line)
     kind = EVENTS[data["event"]]
-    known = {f.name: _decode(data[f.name], str(f.type)) for f in fields(kind) if f.name in data}
+    known = {
+        name: data[name] if decode is None else decode(data[name])
+        for name, decode in _DECODERS[kind.name].items()
+        if name in data
+    }
     if kind is StepRecord:
         known = _fields_of_old_logs(known) | known
     return kind(**known)
@@ -70,18 +74,25 @@ def encode(value: Any) -> Any:
             return value
 
 
+_NUMBERS = (int, float)
 _CHOICES: dict[str, type[StrEnum]] = {"FindingKind": FindingKind, "ActionKind": ActionKind}
 
+Decoder = Callable[[Any], Any]
+"""Restores the value of a field from JSON."""
 
-def _decode(value: Any, kind: str) -> Any:
-    if kind in _CHOICES:
-        return _CHOICES[kind](value)
-    if "RankSpread" in kind or "Fp8Health" in kind:
-        return parse_numbers(value)
-    if "float" not in kind:
-        return value
+
+def _decoder(annotation: str) -> Decoder | None:
+    """The decoder of a field with this annotation; None: the value stays."""
+    if annotation in _CHOICES:
+        return _CHOICES[annotation]
+    if "RankSpread" in annotation or "Fp8Health" in annotation:
+        return parse_numbers
+    return _parse_float if "float" in annotation else None
+
+
+def _parse_float(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _decode(child, "float") for key, child in value.items()}
+        return {key: child if type(child) is float else _parse_float(child) for key, child in value.items()}
     return float(value) if isinstance(value, str | int) and not isinstance(value, bool) else value
 
 
@@ -91,8 +102,14 @@ def parse_numbers(value: Any) -> Any:
         case dict():
             return {key: parse_numbers(child) for key, child in value.items()}
         case list():
-            return [parse_numbers(child) for child in value]
+            return [child if type(child) in _NUMBERS else parse_numbers(child) for child in value]
         case str():
             return float(value)
         case _:
             return value
+
+
+_DECODERS: dict[str, dict[str, Decoder | None]] = {
+    name: {each.name: _decoder(str(each.type)) for each in fields(kind)} for name, kind in EVENTS.items()
+}
+"""Event -> its fields with their decoders. A table, because readers parse hundreds of thousands of lines."""
