@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from harness.core.credentials import is_same_store
 from harness.core.rundir import RunDir, write_atomically
-from harness.telemetry.sinks.sink import SinkState, configuration, read_state
+from harness.telemetry.sinks.sink import SinkState, configuration, read_sink_state
 from harness.telemetry.sinks.store_uri import absolute_uri
 
 
@@ -32,7 +32,7 @@ class MlflowProgress(SinkState):
 def load_progress(run: RunDir, tracking_uri: str | None) -> MlflowProgress:
     """The stored progress; progress from byte 0 for a new run, a damaged file, or if `tracking_uri` names another
     store."""
-    progress = read_state(run.mlflow, MlflowProgress)
+    progress = read_sink_state(run.mlflow, MlflowProgress)
     if progress is not None and (tracking_uri is None or is_same_store(progress.tracking_uri, tracking_uri)):
         if tracking_uri not in (None, progress.tracking_uri):  # an earlier version wrote the password with it
             progress.tracking_uri = tracking_uri

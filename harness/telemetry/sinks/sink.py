@@ -82,10 +82,10 @@ def progress_file(run: RunDir, kind: SinkKind) -> Path:
 
 def load_sink_state(run: RunDir, kind: SinkKind, state_type: type[State]) -> State:
     """The stored progress of a sink; its initial state if there is none, or if the file is damaged."""
-    return read_state(progress_file(run, kind), state_type) or state_type()
+    return read_sink_state(progress_file(run, kind), state_type) or state_type()
 
 
-def read_state(path: Path, state_type: type[State]) -> State | None:
+def read_sink_state(path: Path, state_type: type[State]) -> State | None:
     """The progress in a file, without keys of a later version; None if there is none, or if the file is damaged."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
@@ -94,7 +94,7 @@ def read_state(path: Path, state_type: type[State]) -> State | None:
     except FileNotFoundError:
         return None
     except (ValueError, TypeError):
-        log(f"{path} is damaged: everything is sent again, to a new run where there was one")
+        log(f"{path} is damaged: the sink starts as in a new run")
         return None
 
 
