@@ -2,10 +2,10 @@
 
 How: all ranks call it at the same iterations with the same arguments, so no communication is needed to agree. A save is
 a snapshot that the writer thread writes once the step report of the same iteration has arrived. The loop waits for it
-only if the next save is due before the write has finished. Only rank 0 marks and deletes checkpoints, in a second thread. The loop
-does not wait for that thread, because the other ranks would wait for rank 0 in a collective; the next write does. A
-rollback waits for both threads, in short collectives. A checkpoint is good once `good_after_steps` clean steps in a row
-have followed it. A state with non-finite values is never written.
+only if the next save is due before the write has finished. Only rank 0 marks and deletes checkpoints, in a second
+thread. The loop does not wait for that thread, because the other ranks would wait for rank 0 in a collective; the next
+write does. A rollback waits for both threads, in short collectives. A checkpoint is good once `good_after_steps` clean
+steps in a row have followed it. A state with non-finite values is never written.
 A failed write loses that checkpoint and emits `CheckpointFailed`; training continues and the next save tries again.
 A checkpoint that cannot be read is neither tainted nor deleted, and while there is one, no other is deleted.
 """
