@@ -270,9 +270,7 @@ def prepare_run_dir(
 
 def make_config_change_event(changes: dict[str, Any], *, iteration: int) -> Intervention:
     """The event that records a change of the configuration, its user and its time."""
-    return Intervention(
-        time=time.time(), iteration=iteration, who=user_name(), reason=CONFIG_CHANGED, changes=changes
-    )
+    return Intervention(time=time.time(), iteration=iteration, who=user_name(), reason=CONFIG_CHANGED, changes=changes)
 
 
 def user_name() -> str:
