@@ -18,7 +18,7 @@ import site
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -59,10 +59,12 @@ def start_logged(
     environment: Mapping[str, str] | None = None,
     stdin: int = subprocess.DEVNULL,
     stdout: int | None = None,
+    inherited: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Start `python -m MODULE ARGS` in a session of its own and append its output to `log`; raises OSError.
 
-    `stdin` and `stdout` may be `subprocess.PIPE`; without `stdout` standard output goes to the log too.
+    `stdin` and `stdout` may be `subprocess.PIPE`; without `stdout` standard output goes to the log too. `inherited`:
+    further file descriptors that the process keeps.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
@@ -73,6 +75,7 @@ def start_logged(
             stdout=output if stdout is None else stdout,
             stderr=output,
             start_new_session=True,
+            pass_fds=inherited,
         )
 
 

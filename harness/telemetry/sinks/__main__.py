@@ -21,7 +21,7 @@ from harness.core.rundir import RunDir
 from harness.telemetry.sinks import parent_run
 from harness.telemetry.sinks.feeder import send_until_end
 from harness.telemetry.sinks.sink import SinkKind
-from harness.telemetry.sinks.sink_log import log
+from harness.telemetry.sinks.sink_log import log, report_to
 from harness.telemetry.sinks.trainer_watch import Trainer
 
 GONE = -1
@@ -35,9 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--only", choices=[*SinkKind], action="append", help="send to this sink, enabled or not")
     parser.add_argument("--wait", action="store_true", help="wait while another process sends the run")
-    for name in ("--trainer", "--launcher", "--log-bytes"):
+    for name in ("--trainer", "--launcher", "--log-bytes", "--reports"):
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    report_to(options.reports)
     run = RunDir(options.run_dir.resolve())
     if parent_run.is_sweep(run):
         from harness.telemetry.sinks.mlflow_sink import end_sweep

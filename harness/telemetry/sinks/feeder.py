@@ -26,7 +26,7 @@ from harness.core.rundir import RunDir
 from harness.telemetry.event_log import Chunk, log_size, read_chunk
 from harness.telemetry.sinks.log_tail import LogTail
 from harness.telemetry.sinks.sink import BadSinkError, Sink, SinkKind, enabled_sinks, read_telemetry
-from harness.telemetry.sinks.sink_log import EXIT_NOT_SENT, first_line, log
+from harness.telemetry.sinks.sink_log import EXIT_NOT_SENT, first_line, log, report
 from harness.telemetry.sinks.trainer_watch import Trainer, last_event
 
 POLL_S = 1.0
@@ -175,7 +175,7 @@ class SinkFeeder:
                     return EXIT_DONE
                 num_failures = 0
             except (BadSinkError, ConfigError) as error:
-                log(str(error))
+                report(f"{self._kind} gets no events: {error}")
                 return EXIT_BAD_CONFIG
             except Exception as error:
                 num_failures += 1

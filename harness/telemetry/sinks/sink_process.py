@@ -2,8 +2,9 @@
 
 Why: imports, retries and locks of the libraries must not slow the training loop, and a dead server must not stop a run.
 How: `start` runs `python -m harness.telemetry.sinks` in its own session, so that it does not receive the trainer's
-signals. The two processes share only the run directory. `finish` waits a bounded time and leaves no process behind.
-After a crash the launcher calls `send_last_alerts`: a scheduler may end all processes of a job with its launcher.
+signals. The two processes share the run directory, and a pipe for what the user must know at once. `finish` waits a
+bounded time and leaves no process behind. After a crash the launcher calls `send_last_alerts`: a scheduler may end all
+processes of a job with its launcher.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Thread
 from typing import Self, final
 
 from harness.config.telemetry import TelemetryConfig
@@ -40,12 +42,16 @@ class SinkProcess:
         log = run.logs / SINK_LOG
         log_bytes = log_size(run.events)
         pids = ["--trainer", str(os.getpid()), "--launcher", str(os.getppid())]
-        args = [str(run.path), *pids, "--log-bytes", str(log_bytes)]
+        reader, writer = os.pipe()
+        args = [str(run.path), *pids, "--log-bytes", str(log_bytes), "--reports", str(writer)]
+        Thread(target=print_reports, args=(reader,), name="sink reports", daemon=True).start()
         try:
-            return cls(processes.start_logged(SINK_MODULE, *args, log=log), log)
+            return cls(processes.start_logged(SINK_MODULE, *args, log=log, inherited=(writer,)), log)
         except OSError as error:
             print_warning(f"cannot start the sink process: {error}")
             return cls(None, log)
+        finally:
+            os.close(writer)
 
     def finish(self, wait_s: float) -> bool:
         """Wait until everything is sent; False if it was not. The rest can be sent later."""
@@ -55,6 +61,13 @@ class SinkProcess:
         if not sent:
             print_warning(f"some events were not sent: {last_line(self._log) or f'still sending after {wait_s:g} s'}")
         return sent
+
+
+def print_reports(reader: int) -> None:
+    """Thread of rank 0: print what the sink process reports, until it ends."""
+    with open(reader, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            print_warning(line.rstrip("\n"))
 
 
 def send_last_alerts(run: RunDir, cfg: TelemetryConfig, *, log_bytes: int) -> None:

@@ -226,6 +226,22 @@ def test_a_sink_process_that_cannot_start_causes_a_warning(
     assert "warning: cannot start the sink process" in capfd.readouterr().err
 
 
+def test_what_no_retry_can_change_is_on_the_console_while_the_run_trains(
+    make_run: MakeRun, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A tracking URI that MLflow rejects."""
+    run, _ = make_run(tracking_uri="bogus://nowhere")
+    sink = SinkProcess.start(run)
+    shown, until = "", time.monotonic() + 200
+    while "mlflow gets no events: telemetry.tracking_uri: " not in shown:
+        assert time.monotonic() < until, (run.logs / SINK_LOG).read_text()
+        time.sleep(0.05)
+        shown += capfd.readouterr().err
+    assert shown.startswith("warning: ")
+    assert "bogus://nowhere" in shown
+    assert not sink.finish(wait_s=200)
+
+
 def test_a_sink_process_that_takes_too_long_is_ended(make_run: MakeRun) -> None:
     run, _ = make_run()
     log = run.path / "log"
