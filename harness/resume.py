@@ -17,7 +17,7 @@ from harness.config.schema import Config
 from harness.control import stop_requests
 from harness.control.apply import ordered_factor
 from harness.control.inbox import interventions
-from harness.core import event_json, rundir
+from harness.core import rundir
 from harness.core.events import CheckpointJudged, Event, RunStarted
 from harness.core.locking import run_lease
 from harness.core.rundir import RunDir
@@ -28,8 +28,12 @@ from harness.planned_changes import DataChange, newest_data_change
 from harness.recovery import set_rate
 from harness.run_corpus import RunData
 from harness.telemetry.evaluation_process import require_evaluation
-from harness.telemetry.event_log import events_since, last_iteration, last_recorded_iteration
-from harness.telemetry.log_index import rare_lines
+from harness.telemetry.event_log import (
+    events_since,
+    last_iteration,
+    last_recorded_iteration,
+    read_non_step_events,
+)
 from harness.telemetry.sinks.sink_checks import require_sinks
 
 
@@ -77,8 +81,7 @@ def find_data_change(run: RunDir) -> DataChange | None:
     """The newest resume with other data. It is read from the run directory: an earlier start may have begun with it,
     or the launcher of a job may have accepted it."""
     changes = [event for event in interventions(run) if event.reason == rundir.CONFIG_CHANGED]
-    logged = (event for line in rare_lines(run.events) for event in event_json.parse(line.decode(errors="replace")))
-    return newest_data_change(changes, logged)
+    return newest_data_change(changes, read_non_step_events(run.events) if changes else [])
 
 
 class LoadedState(NamedTuple):

@@ -17,7 +17,9 @@ from harness.core.events import Action, ActionKind, EndCause, Event, Incident, R
 
 SILENT_ACTIONS = (ActionKind.watch, ActionKind.check)
 """Actions that change nothing."""
-TOPICS_OF_A_START = ("halt", "hang", "finished")
+HANG_TOPIC = "hang"
+"""One for all ranks: the ranks that wait for the one that hangs do not move either."""
+TOPICS_OF_A_START = ("halt", HANG_TOPIC, "finished")
 """How the topics begin that are new in each start: a run that halts, is resumed and halts again has halted twice."""
 BY_OPERATOR = 0
 """Incident number of an operator's action."""
@@ -76,7 +78,7 @@ def alerts_of(event: Event, *, newest_incident: int) -> Iterator[Alert]:
 def _alerts_of_end(event: RunEnded) -> Iterator[Alert]:
     at: dict[str, Any] = {"time": event.time, "iteration": event.iteration}
     if event.cause == EndCause.hung_rank:
-        yield Alert(**at, kind=AlertKind.hang, message=event.reason, topic=topic_of_hang(event.reason))
+        yield Alert(**at, kind=AlertKind.hang, message=event.reason, topic=HANG_TOPIC)
     if event.cause == EndCause.lost_node:
         yield Alert(**at, kind=AlertKind.node_out, message=event.reason, topic=f"node out: {event.reason}")
     match event.exit_code:
@@ -92,11 +94,6 @@ def _alerts_of_end(event: RunEnded) -> Iterator[Alert]:
         case code:
             message = f"failed at step {event.step} with exit code {code}: {event.reason}"
             yield Alert(**at, kind=AlertKind.failed, message=message, topic=f"failed: {event.reason}")
-
-
-def topic_of_hang(line: str) -> str:
-    """The topic of a hang: its rank, from the line about it. The seconds in that line differ between two observers."""
-    return f"hang: {line.partition(' has not moved')[0]}"
 
 
 def render_alert(alert: Alert, *, run_dir: Path, host: str, base_url: str | None, num_left_out: int = 0) -> str:

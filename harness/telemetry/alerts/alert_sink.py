@@ -87,7 +87,8 @@ class AlertSink:
 
     def end(self, *, has_ended: bool) -> None:
         """Alert that the trainer is gone without a word, and raise if alerts still wait."""
-        if not has_ended and self._trainer is not None and not self._has_reported_death:
+        is_gone = self._trainer is not None and (not has_ended or self._trainer.is_replaced(self._run))
+        if is_gone and self._trainer is not None and not self._has_reported_death:
             self._has_reported_death = True
             launcher = "its launcher logged no reason" if self._trainer.has_launcher() else "so is its launcher"
             message = f"rank 0 is gone without an end, {launcher}"

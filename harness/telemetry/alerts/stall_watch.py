@@ -17,7 +17,7 @@ from typing import final
 from harness.config.alerts import AlertKind
 from harness.core.rundir import RunDir
 from harness.telemetry import heartbeat
-from harness.telemetry.alerts.alert import Alert, topic_of_hang
+from harness.telemetry.alerts.alert import HANG_TOPIC, Alert
 from harness.telemetry.heartbeat import WRITES_PER_S, Beat, Phase
 from harness.telemetry.rank_progress import HangLimits, RankProgress, find_hung_rank
 
@@ -51,8 +51,7 @@ class StallWatch:
             self._ranks.setdefault(beat.rank, RankProgress(beat)).update(beat, elapsed_s)
         first = self._ranks[0].beat if 0 in self._ranks else None
         if (hung := find_hung_rank(self._ranks.values(), self._limits)) is not None:
-            line = hung.render()
-            yield self._make_alert(AlertKind.hang, line, hung.beat, topic=topic_of_hang(line))
+            yield self._make_alert(AlertKind.hang, hung.render(), hung.beat, topic=HANG_TOPIC)
         yield from self._check_progress(first, elapsed_s)
 
     def _check_progress(self, beat: Beat | None, elapsed_s: float) -> Iterator[Alert]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import Self, final
@@ -42,16 +43,13 @@ class SinkProcess:
         log = run.logs / SINK_LOG
         log_bytes = log_size(run.events)
         pids = ["--trainer", str(os.getpid()), "--launcher", str(os.getppid())]
-        reader, writer = os.pipe()
-        args = [str(run.path), *pids, "--log-bytes", str(log_bytes), "--reports", str(writer)]
-        Thread(target=print_reports, args=(reader,), name="sink reports", daemon=True).start()
         try:
-            return cls(processes.start_logged(SINK_MODULE, *args, log=log, inherited=(writer,)), log)
-        except OSError as error:
+            with reports() as sender:
+                args = [str(run.path), *pids, "--log-bytes", str(log_bytes), "--reports", str(sender)]
+                return cls(processes.start_logged(SINK_MODULE, *args, log=log, inherited=(sender,)), log)
+        except (OSError, RuntimeError) as error:  # RuntimeError: no thread can start
             print_warning(f"cannot start the sink process: {error}")
             return cls(None, log)
-        finally:
-            os.close(writer)
 
     def finish(self, wait_s: float) -> bool:
         """Wait until everything is sent; False if it was not. The rest can be sent later."""
@@ -61,6 +59,22 @@ class SinkProcess:
         if not sent:
             print_warning(f"some events were not sent: {last_line(self._log) or f'still sending after {wait_s:g} s'}")
         return sent
+
+
+@contextmanager
+def reports() -> Iterator[int]:
+    """A pipe that a process started inside inherits. What is sent through it is printed, until the process ends."""
+    reader, sender = os.pipe()
+    try:
+        thread = Thread(target=print_reports, args=(reader,), name="sink reports", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            os.close(reader)
+            raise
+        yield sender
+    finally:
+        os.close(sender)
 
 
 def print_reports(reader: int) -> None:

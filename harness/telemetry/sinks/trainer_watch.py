@@ -51,6 +51,8 @@ class Trainer:
     """Its `run_started` was found."""
     _has_ended: bool = False
     """The last line that was searched is `run_ended`."""
+    _is_replaced: bool = False
+    """Another start follows, and nothing has logged how this one ended."""
     _end_bytes: int | None = None
     """Where the log of this start ends because another start follows."""
 
@@ -80,9 +82,17 @@ class Trainer:
 
     def has_ended(self, run: RunDir) -> bool:
         """Whether the log says that this start has ended: by `run_ended`, or because another start follows."""
+        if self.with_restarts:
+            return log_size(run.events) > self.log_bytes and isinstance(last_event(run), RunEnded)
         with self._lock:
             self._scan(run)
             return self._has_ended or self._end_bytes is not None
+
+    def is_replaced(self, run: RunDir) -> bool:
+        """Whether another start follows although nothing has logged the end of this one, as after plain torchrun's."""
+        with self._lock:
+            self._scan(run)
+            return self._is_replaced
 
     def end_bytes(self, run: RunDir) -> int | None:
         """The byte after the last event of this start if another start follows; None if the log ends with this one."""
@@ -93,7 +103,7 @@ class Trainer:
     def _scan(self, run: RunDir) -> None:
         """Search the part of the log that is new. Each byte is read once."""
         place = max(self._scanned_bytes, self.log_bytes)
-        if self._end_bytes is not None or log_size(run.events) <= place:
+        if self.with_restarts or self._end_bytes is not None or log_size(run.events) <= place:
             return
         with run.events.open("rb") as file:
             file.seek(place)
@@ -110,9 +120,10 @@ class Trainer:
         """Where the log of this start ends, if this line shows it."""
         event = next(parse(line.decode(errors="replace")), None) if line.startswith(BOUNDARIES) else None
         match event:
-            case RunStarted() if self._has_started and not self.with_restarts:
+            case RunStarted() if self._has_started:
+                self._is_replaced = not self._has_ended
                 return start_bytes
-            case RunRestarted() if not self.with_restarts:
+            case RunRestarted():
                 return start_bytes + len(line)
             case DrillScored():
                 pass

@@ -16,7 +16,7 @@ import pytest
 
 from harness.config.schema import Config
 from harness.core.event_json import to_json
-from harness.core.events import Action, ActionKind, EndCause, Event, RunEnded, RunStarted, StepRecord
+from harness.core.events import Action, ActionKind, EndCause, Event, RunEnded, RunRestarted, RunStarted, StepRecord
 from harness.core.rundir import RunDir
 from harness.telemetry.alerts.alert_sink import AlertSink
 from harness.telemetry.event_log import read_chunk
@@ -142,6 +142,18 @@ def test_an_end_is_alerted_once_in_each_start(
         failed,
     ]
     assert kinds == [*halts, *hangs, failed, done, done], "the same reason of a failure is not repeated"
+
+
+@pytest.mark.parametrize("is_logged", [False, True], ids=["by torchrun", "by the launcher"])
+def test_a_crash_is_alerted_if_nothing_logged_it_before_the_next_start(
+    make_run: MakeRun, server: WebhookServer, started: RunStarted, make_step: MakeStep, is_logged: bool
+) -> None:
+    run, _ = make_run("big", **ON)
+    restart = RunRestarted(time=time.time(), iteration=1, step=1, number=1, reason="rank 0 was killed by SIGKILL")
+    append(run, started, make_step(1), *[restart] * is_logged, started, make_step(2))
+    assert send_until_end(run, Trainer(-1, 0)) == 0
+    crash = "restart 1 at step 1: rank 0 was killed by SIGKILL" if is_logged else "rank 0 is gone without an end"
+    assert [title.removeprefix("[big] ").partition(",")[0] for title in titles(server)] == [crash]
 
 
 def test_a_machine_that_fails_slurms_health_check_is_alerted(make_run: MakeRun, server: WebhookServer) -> None:
