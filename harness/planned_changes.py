@@ -101,10 +101,13 @@ class PlannedChanges:
             self.resumed = [Window(end - length, end, change.reason)]
 
     def at(self, cursor: int, state: RunState) -> Window | None:
-        """Return the newest window that contains the next step, or None."""
+        """Return the newest window that contains the next step, or None.
+
+        Of two that begin together it is that of the resume, which a later start finds by its announcement.
+        """
         if self.ledger.revision != self.revision:
             self.known, self.revision = windows(self.cfg, self.ledger), self.ledger.revision
-        places = ((each, state.step if each.by_step else cursor) for each in (*self.known, *self.resumed))
+        places = ((each, state.step if each.by_step else cursor) for each in (*self.resumed, *self.known))
         open_now = [each for each, place in places if each.first <= place < each.end]
         return max(open_now, key=lambda each: each.first, default=None)
 

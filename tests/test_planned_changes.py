@@ -45,6 +45,15 @@ def test_the_newest_resume_with_other_data_is_found_with_its_window() -> None:
     assert newest_data_change([changed(60, "optim.lr")], log) is None
 
 
+def test_of_two_windows_that_begin_together_that_of_the_resume_is_announced() -> None:
+    phases = "data.phases=[{from_batch: 7, weights: {main: 2}}]"
+    planned, state = PlannedChanges(load(["sentinel.planned_batches=3", phases]), Ledger()), RunState()
+    planned.resume(DataChange("other", None), 7)
+    event = planned.announce(planned.at(7, state), 7, state)
+    assert event is not None
+    assert (event.reason, event.until) == ("other", 10)
+
+
 def test_the_window_of_a_resume_stays_where_it_was_announced() -> None:
     planned, state = PlannedChanges(load(["sentinel.planned_batches=3"]), Ledger()), RunState()
     planned.resume(None, 7)

@@ -13,7 +13,7 @@ class ConfigError(Exception):
     """Invalid config; the message names the key and what is allowed."""
 
     is_shared = False
-    """It was raised while the process group was up: rank 0 has it too, and prints it."""
+    """It is raised on all ranks, and rank 0 prints it."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(f"{key}: {message}" if key else message)

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.config.errors import ConfigError, StorageError
+
 T = TypeVar("T")
 
 
@@ -112,7 +114,7 @@ def gather_results(work: Callable[[], T], group: dist.ProcessGroup | None = None
     dist.all_gather_object(outcomes, _capture_outcome(work), group=group)
     for outcome in outcomes:
         if isinstance(outcome, Exception):
-            raise outcome
+            raise _shared(outcome)
     return outcomes
 
 
@@ -127,7 +129,7 @@ def run_on_rank_zero(work: Callable[[], T]) -> T:
     """Run `work` on rank 0; return its result, or raise its failure, on every rank."""
     outcome = broadcast(_capture_outcome(work) if dist.get_rank() == 0 else None)
     if isinstance(outcome, Exception):
-        raise outcome
+        raise _shared(outcome)
     return outcome  # type: ignore[return-value]
 
 
@@ -136,6 +138,13 @@ def enter_on_all_ranks(manager: AbstractContextManager[T]) -> Iterator[T]:
     """Enter a context on every rank; if any rank fails to enter, raise on every rank."""
     with ExitStack() as stack:
         yield run_on_all_ranks(lambda: stack.enter_context(manager))
+
+
+def _shared(error: Exception) -> Exception:
+    """An error that is about to be raised on all ranks; rank 0 prints it."""
+    if isinstance(error, ConfigError | StorageError):
+        error.is_shared = True
+    return error
 
 
 def _capture_outcome(work: Callable[[], T]) -> T | Exception:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from harness.config.errors import ConfigError, StorageError
+from harness.config.errors import ConfigError
 from harness.config.parallel import DeviceKind, ParallelConfig
 from harness.distributed.torch_private.flight_recorder import record_collectives
 
@@ -231,10 +231,9 @@ def connected(cfg: ParallelConfig, *, ranks_per_gpu: int = 1) -> Iterator[World]
     world = connect(cfg, ranks_per_gpu=ranks_per_gpu)
     try:
         yield world
-    except (ConfigError, StorageError) as error:
+    except ConfigError as error:
         error.is_shared = True
-        if isinstance(error, ConfigError):
-            disconnect()
+        disconnect()
         raise
     disconnect()
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from harness.config import compose
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_INTERRUPTED, ConfigError, StorageError, require
 from harness.config.schema import Config
-from harness.control.stop_requests import clear_stop_file
+from harness.control.stop_requests import clear_stop_file, holds_for_this_start
 from harness.core.fast_imports import loading
 from harness.core.locking.run_lease import require_free
 from harness.core.rundir import RunDir, check_resume
@@ -70,8 +70,10 @@ def run_node(directory: str, spec: RendezvousSpec) -> int:
             worker = select_worker(run)
         for warning in start.check_machine(cfg, num_nodes=start.count_active_nodes(cfg, spec.num_nodes)):
             print(f"harness: warning: {warning}", file=sys.stderr)
-        if spec.node_rank == 0:  # the run is not in progress: joins_running has checked it
-            clear_stop_file(run)  # of the last start: with it no rank that dies early would be restarted
+        # Of the last start: with it no rank that dies early would be restarted. A Slurm job has removed it already. The
+        # run is not in progress: joins_running has checked it.
+        if spec.node_rank == 0 and not holds_for_this_start():
+            clear_stop_file(run)
         return start.launch(cfg, worker, spec, comes_back=comes_back)
     except (ConfigError, StorageError) as error:
         print(f"harness: {error}", file=sys.stderr)

@@ -6,9 +6,9 @@ the file system stalls. A failed read says nothing about a rank; the next look r
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from threading import Event, Thread
 from typing import Self, final
 
@@ -40,6 +40,7 @@ class RankWatch:
         self._group, self._supervisor, self._planner = group, supervisor, planner
         self._logs, self._stop_signals = logs, stop_signals
         self._ended = Event()
+        self._warnings: set[str] = set()
         self._thread = Thread(target=self._run, name="rank-watch", daemon=True)
         self.hung: str | None = None
         """One line about a rank that hung here."""
@@ -57,8 +58,17 @@ class RankWatch:
 
     def _run(self) -> None:
         while not self._ended.wait(LOOK_EVERY_S):
-            with suppress(OSError):
+            try:
                 self._look()
+            except OSError:
+                continue
+            except Exception as error:  # a look that fails must not end all later ones
+                self._warn_once(f"looking for hung ranks: {type(error).__name__}: {error}")
+
+    def _warn_once(self, warning: str) -> None:
+        if warning not in self._warnings:
+            self._warnings.add(warning)
+            print(f"harness: warning: {warning}", file=sys.stderr, flush=True)
 
     def _look(self) -> None:
         group = self._group

@@ -275,6 +275,8 @@ def await_decision(group: NodeGroup, stop_signals: Sequence[int]) -> RestartDeci
         with group.changed:
             if group.decision is not None:
                 return RestartDecision(group.decision["again"], group.decision["reason"])
+            if group.restarts != start:  # a failure of the next start has followed the decision at once
+                return RestartDecision(True, f"restart {group.restarts}")
             if group.has_lost_coordinator:
                 return None
             if group.has_coordinator_ended or is_forced(stop_signals):

@@ -10,6 +10,7 @@ import pytest
 
 from harness.config.compose import to_yaml
 from harness.config.errors import ConfigError
+from harness.control.stop_requests import STOP_CLEARED
 from harness.core.locking import directory_lease
 from harness.core.locking.lease_holder import this_process
 from harness.core.rundir import RunDir
@@ -142,6 +143,9 @@ def test_node_0_removes_the_stop_of_an_earlier_start(
     monkeypatch.setattr(start, "launch", lambda *_, **__: 1 if run.stop.exists() else 0)
     spec = RendezvousSpec(num_nodes=2, node_rank=node_rank, host="nowhere.invalid", port=1)
     assert node.run_node(str(run.path), spec) == node_rank
+    run.stop.touch()
+    monkeypatch.setenv(STOP_CLEARED, "1")
+    assert node.run_node(str(run.path), spec) == 1, "the job has removed it, so this one is a new request"
 
 
 def test_a_directory_without_a_config_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

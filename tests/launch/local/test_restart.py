@@ -22,6 +22,7 @@ from harness.telemetry.heartbeat import replace_file
 from launch.local import restart
 from launch.local.node_group import NodeFailure, NodeGroup
 from launch.local.restart import RestartHistory, agree_on_restart
+from launch.local.roster import pack_roster
 from launch.restart_budget import RestartDecision
 from tests import composed
 from tests.drills import logs
@@ -101,6 +102,22 @@ def test_a_failure_that_follows_the_decision_at_once_is_not_lost(stack: ExitStac
     assert agree(nodes, groups[0], run).result(10).again
     groups[0].report_failure(KILLED)
     wait_until(lambda: (groups[1].restarts, groups[1].failure) == (1, KILLED))
+
+
+def test_a_launcher_that_waits_sees_the_decision_though_a_failure_follows_at_once(
+    stack: ExitStack, run: RunDir
+) -> None:
+    nodes = FakeNodes(stack, 2)
+    first, second = nodes.all()
+    fail_all([first, second])
+    waiting = agree(nodes, second, run)
+    wait_until(lambda: first.links[1].stopped == 0)
+    decision = {"again": True, "restarts": 1, "reason": "restart 1", "store_port": 1, "exit_code": 1, "out": {}}
+    with second.changed:  # its launcher cannot look in between
+        second.take_decision(decision | {"roster": pack_roster(second.roster)})
+        second.report_failure(KILLED)
+    assert waiting.result(10) == RestartDecision(True, "restart 1")
+    assert second.failure == KILLED
 
 
 def test_a_node_that_fails_after_node_0_has_ended_ends_too(stack: ExitStack, run: RunDir) -> None:

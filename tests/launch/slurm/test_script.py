@@ -24,6 +24,7 @@ case "$2 $3" in
         printf '%s\\n%s\\n' "$HARNESS_CODE/../run" "$HARNESS_CODE" ;;
     launch.slurm.node_health*) echo "harness: health: node n1: broken" >&2; exit "${HEALTH:-0}" ;;
     launch.local.node*)
+        [[ -n ${HARNESS_STOP_CLEARED:-} ]] || exit 9
         [[ -z ${FIRST:-} ]] || { mkdir -p "$(dirname "$HARNESS_EXIT_FILE")"; echo "$FIRST" > "$HARNESS_EXIT_FILE"; }
         exit "${NODE:-0}" ;;
 esac
@@ -177,6 +178,8 @@ def test_a_plain_job_needs_its_checkout_only_once(script: Script) -> None:
     assert not kept.exists(), "it is removed at the end"
     kept.write_text(f"{script.path}/other\n{script.path}/code\n")
     assert script(**plain).exit_code == 2, "another job had this number"
+    assert script(**plain | {"EDITED": ""}, BEGIN="2").exit_code == 2
+    assert not kept.exists(), "it is removed if another start is alive, too"
 
 
 def test_a_job_that_cannot_claim_the_run_does_not_touch_it(script: Script) -> None:
