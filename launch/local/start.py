@@ -440,9 +440,16 @@ def gloo_environment(address: str) -> dict[str, str]:
 
 
 def print_explanation(logs: RankLogs, *, world_size: int) -> None:
-    """Print and keep which collective hangs, and which ranks did not call it, by what all ranks wrote."""
-    answers = hang_report.read_answers(logs.directory, range(world_size))
-    if line := hang_report.explain_hang(answers):
+    """Print and keep which collective hangs, and which ranks did not call it, by what all ranks wrote.
+
+    It runs in a thread whose result nobody reads, so it prints its own errors.
+    """
+    try:
+        line = hang_report.explain_hang(hang_report.read_answers(logs.directory, range(world_size)))
+    except Exception as error:
+        line, problem = "", f"{type(error).__name__}: {error}"
+        print(f"harness: warning: the hang cannot be explained: {problem}", file=sys.stderr)
+    if line:
         print(f"harness: {line}", file=sys.stderr)
         with suppress(OSError):
             (logs.directory / HANG_FILE).write_text(f"{line}\n", encoding="utf-8")

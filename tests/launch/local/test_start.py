@@ -20,7 +20,7 @@ from harness.config.errors import ConfigError
 from harness.config.parallel import DeviceKind
 from harness.core.rundir import RunDir, locate
 from launch import train
-from launch.local import start, worker_pool
+from launch.local import hang_report, start, worker_pool
 from launch.local.hang_report import dump_file
 from launch.local.node_group import LOOPBACK, SINGLE_NODE, NodeGroup
 from launch.local.ranks import RankFailure, RankLogs
@@ -474,3 +474,17 @@ def test_expected_ranks_follow_the_visible_gpus(tmp_path: Path, monkeypatch: pyt
     assert count_expected_ranks(cfg) == 2
     cfg.launch.nproc = 8
     assert count_expected_ranks(cfg) == 8
+
+
+def test_a_hang_that_cannot_be_explained_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody reads the result of the thread that explains it."""
+
+    def fail(answers: object) -> str:
+        raise RuntimeError(f"no group in {answers}")
+
+    monkeypatch.setattr(hang_report, "explain_hang", fail)
+    start.print_explanation(RankLogs(tmp_path, range(1)), world_size=0)
+    assert capfd.readouterr().err == "harness: warning: the hang cannot be explained: RuntimeError: no group in {}\n"
+    assert not list(tmp_path.iterdir())
