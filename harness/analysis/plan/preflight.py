@@ -1,4 +1,4 @@
-"""Checks a config for settings that are known to make training unstable or that defeat each other, before anything
+"""Checks a config for settings that are known to make training unstable or that contradict each other, before anything
 starts.
 
 Why: a weight decay of 0.9 or a learning rate of 5 is valid and trains; it costs a night to find out that it should not

@@ -28,7 +28,7 @@ class Run(NamedTuple):
 STEP = Run("2026-11-15 03:04", "python -m tests.bench.step +experiment=1b_bf16 --variant ...")
 DOCUMENTS = Run("2026-11-17 17:26", "python -m tests.bench.step +experiment=1b_bf16 --variant data.document_mask=true")
 PLAN = Run("2026-11-15 09:29", "python -m tests.bench.plan")
-FP8_MEMORY = Run("2026-11-18 23:10", "python -m tests.bench.plan --only fp8")
+FP8_MEMORY = Run("2026-11-18", "python -m tests.bench.plan --only fp8")
 FITS = Run("2026-11-15 21:48", "python -m tests.bench.gpu --models 1b --also fits")
 DELAYED_3B = Run("2026-11-16 00:25", "python -m tests.bench.gpu --models 3b --rows ours-fp8-delayed torchtitan")
 TABLE = Run("2026-11-16 03:50", "python -m tests.bench.gpu --rows ours-bf16 ours-fp8 ours-fp8-delayed torchtitan")
