@@ -241,6 +241,10 @@ def test_a_run_lost_before_its_first_upload_starts_over_and_is_uploaded(
         upload(run)
 
 
+def pid_of(process: UploadProcess) -> int | None:
+    return None if process._process is None else process._process.pid
+
+
 @s3_only
 def test_an_upload_process_that_dies_starts_again_and_one_with_wrong_settings_does_not(
     run: RunDir, capsys: pytest.CaptureFixture[str]
@@ -248,10 +252,10 @@ def test_an_upload_process_that_dies_starts_again_and_one_with_wrong_settings_do
     log = run.logs / UPLOAD_LOG
     process = UploadProcess(run, poll_s=0.1)
     try:
-        first = process.pid
+        first = pid_of(process)
         assert first is not None
         os.kill(first, signal.SIGKILL)
-        wait_for(lambda: process.pid not in (None, first), log)
+        wait_for(lambda: pid_of(process) not in (None, first), log)
         name = save(run, 10)
         wait_for(lambda: stored(run) == [(name, "candidate")], log)
     finally:
@@ -259,7 +263,7 @@ def test_an_upload_process_that_dies_starts_again_and_one_with_wrong_settings_do
     assert "the upload process ended with -9, it starts again" in capsys.readouterr().err
     (run.path / "remote.json").write_text('{"id": "0123"}')
     process = UploadProcess(run, poll_s=0.1)
-    wait_for(lambda: not process.is_watched, log)
+    wait_for(lambda: not process._watcher.is_alive(), log)
     assert not process.finish(wait_s=120)
     assert "checkpoints are not uploaded: " in (warnings := capsys.readouterr().err)
     assert "holds another run" in warnings

@@ -48,15 +48,6 @@ class UploadProcess:
         self._watcher = threading.Thread(target=self._watch, name="uploads", daemon=True)
         self._watcher.start()
 
-    @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether the process would be started again."""
-        return self._watcher.is_alive()
-
     def finish(self, *, wait_s: float) -> bool:
         """Let the process upload the rest and wait for it; False if something is not in the store."""
         self._is_ending.set()
