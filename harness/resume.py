@@ -20,10 +20,11 @@ from harness.control.inbox import interventions
 from harness.core import rundir
 from harness.core.events import CheckpointJudged, Event, RunStarted
 from harness.core.locking import run_lease
+from harness.core.node_name import machine_name
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
 from harness.data.corpus.corpus_record import render_record
-from harness.distributed.collectives import run_on_all_ranks, run_on_rank_zero
+from harness.distributed.collectives import gather_results, run_on_all_ranks, run_on_rank_zero
 from harness.planned_changes import DataChange, newest_data_change
 from harness.recovery import set_rate
 from harness.run_corpus import RunData
@@ -123,8 +124,18 @@ def resume(cfg: Config, parts: Parts, opened: Opened) -> tuple[RunState, list[Ev
         resumed_from=loaded.source,
         in_memory=snapshot is not None,
         fetched_ranks=[] if snapshot is None else snapshot.fetched,
+        machines=gather_machines(),
     )
+    parts.sentinel.on_run_started(started)
     return state, [*damaged, started]
+
+
+def gather_machines() -> dict[str, list[int]]:
+    """Machine -> its ranks."""
+    machines: dict[str, list[int]] = {}
+    for rank, name in enumerate(gather_results(machine_name)):
+        machines.setdefault(name, []).append(rank)
+    return machines
 
 
 def load_state(cfg: Config, parts: Parts, opened: Opened) -> LoadedState:

@@ -40,6 +40,8 @@ class RunStarted(Event):
     """The state came from a snapshot in memory, not from disk."""
     fetched_ranks: list[int] = field(default_factory=list)
     """Ranks whose part of the state came from the memory of another rank."""
+    machines: dict[str, list[int]] = field(default_factory=dict)
+    """Machine -> its ranks; empty: unknown (older logs)."""
 
 
 TOKEN_LOSS_EDGES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0, 20.0)

@@ -24,6 +24,7 @@ from harness.core.events import (
     Incident,
     Outcome,
     ReducedRecord,
+    RunStarted,
     TrialMeasured,
 )
 from harness.sentinel.detect.detectors import Detectors
@@ -56,6 +57,8 @@ class Sentinel:
     is the cause."""
     incident_log: IncidentLog = field(default_factory=IncidentLog)
     """For reports; no decision depends on it."""
+    machines: dict[str, list[int]] = field(default_factory=dict)
+    """Machine -> its ranks, as the last start logged them."""
 
     @classmethod
     def start(cls, cfg: SentinelConfig) -> Self:
@@ -78,6 +81,11 @@ class Sentinel:
                 self.detectors.accept_level()
         self.incident_log.on_record(record, findings, self.policy.policy_state)
         return StepVerdict(findings, self._record_action(action))
+
+    def on_run_started(self, event: RunStarted) -> None:
+        """Record a start of the run: what the detectors know of a rank holds for the machine that it was on."""
+        self.machines = event.machines
+        self.detectors.on_start(event.machines)
 
     def on_outcome(self, outcome: Outcome) -> Action | None:
         """Return the follow-up of an action whose outcome is known, or None."""
@@ -135,6 +143,7 @@ class Sentinel:
         """Restore the detectors from a snapshot; to their initial state if the snapshot has none."""
         detect = self.cfg.detect
         self.detectors = Detectors.restore(detect, memory["detectors"]) if memory else Detectors(detect)
+        self.detectors.on_start(self.machines)
 
     def resume(self, memory: dict[str, Any], since: Iterable[Event]) -> None:
         """Restore from a checkpoint, then update the policy from the events logged since: no decision is lost."""

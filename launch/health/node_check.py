@@ -20,13 +20,13 @@ from harness.config.parallel import DeviceKind
 from harness.config.schema import Config
 from harness.core import processes
 from harness.core.fast_imports import loading
+from harness.core.node_name import machine_name
 from harness.core.rundir import RunDir
 from launch.health.node_facts import (
     VISIBLE_DEVICES,
     NodeFacts,
     check_facts,
     collect_facts,
-    machine_name,
     num_required_devices,
     used_device_names,
 )

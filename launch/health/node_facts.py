@@ -17,12 +17,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from socket import gethostname
 from typing import final
 
 from harness.config.parallel import DeviceKind
 from harness.config.schema import Config
-from harness.core.node_name import given_node_name
 from launch.slurm.node_exclusion import HealthProblem
 
 GIGABYTE = 1e9
@@ -41,11 +39,6 @@ NOT_REPORTED = re.compile(r"\[?(N/A|Not Supported|Insufficient Permissions|Funct
 such as [Unknown Error] and [GPU requires reset], are faults."""
 MEBIBYTE = 2**20
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-
-
-def machine_name() -> str:
-    """Name of this machine: the name that the launcher was given, Slurm's name of the node, or the host name."""
-    return given_node_name() or os.environ.get("SLURMD_NODENAME") or gethostname()
 
 
 @final

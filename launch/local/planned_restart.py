@@ -16,7 +16,7 @@ from typing import final
 from harness.checkpoint.catalog import Health
 from harness.config.errors import EXIT_INTERRUPTED
 from harness.core.events import EndCause
-from launch.health.node_facts import machine_name
+from harness.core.node_name import machine_name
 from launch.local.node_group import NodeFailure, NodeGroup
 from launch.local.restart import RestartHistory, describe_change
 from launch.restart_budget import Reached, newest_checkpoint

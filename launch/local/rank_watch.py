@@ -14,7 +14,7 @@ from typing import Self, final
 
 from harness.config.errors import EXIT_CRASHED
 from harness.core.events import EndCause
-from launch.health.node_facts import machine_name
+from harness.core.node_name import machine_name
 from launch.local.node_group import NodeFailure, NodeGroup
 from launch.local.planned_restart import RestartPlanner
 from launch.local.ranks import RankLogs

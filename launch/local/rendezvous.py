@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from harness.config.errors import ConfigError
-from launch.health.node_facts import machine_name
+from harness.core.node_name import machine_name
 from launch.local.elastic import Elastic
 from launch.local.file_limit import warn_about_files
 from launch.local.node_address import (

@@ -25,10 +25,10 @@ from harness.config.launch import LaunchConfig
 from harness.config.schema import Config
 from harness.core.events import EndCause, StepRecord
 from harness.core.locking.run_lease import clear_dead_lease
+from harness.core.node_name import machine_name
 from harness.core.rundir import RunDir, locate
 from harness.telemetry.event_log import record_restart, tail
 from harness.telemetry.heartbeat import mark_restarting
-from launch.health.node_facts import machine_name
 from launch.local.elastic import Elastic
 from launch.local.node_group import POLL_S, NodeFailure, NodeGroup
 from launch.local.rendezvous import open_store_socket

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 
 from harness.config.errors import EXIT_CRASHED, EXIT_INTERRUPTED
 from harness.config.schema import Config
+from harness.core.node_name import machine_name
 from harness.core.rundir import locate
 from launch.health.node_check import check_facts_here, check_in_process
-from launch.health.node_facts import machine_name
 from launch.local.node_group import NodeGroup
 
 POLL_S = 0.5

@@ -41,6 +41,7 @@ from harness.control.stop_requests import STOP_CLEARED, STOP_SIGNALS
 from harness.core.events import EndCause
 from harness.core.locking.run_lease import clearing_dead_lease
 from harness.core.memory_limits import address_space_left, free_bytes, total_bytes
+from harness.core.node_name import machine_name
 from harness.core.rundir import RunDir, locate
 from harness.precision.fp8.engine import require_engine_installed
 from harness.telemetry import heartbeat
@@ -48,7 +49,6 @@ from harness.telemetry.event_log import log_size, record_crash
 from harness.telemetry.heartbeat import mark_ended
 from harness.telemetry.rank_progress import HangLimits
 from harness.telemetry.sinks.sink_process import send_last_alerts
-from launch.health.node_facts import machine_name
 from launch.local import hang_report
 from launch.local.agent import POLL_S, run_agent
 from launch.local.elastic import Elastic

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
+from harness.core.node_name import NODE_NAME
 from harness.faults import drill_worker
 from harness.faults.fault_plan import Fault, FaultKind, FaultPlan
 from harness.run import Run
@@ -55,9 +57,11 @@ def checked_steps(run: Run, fault: dict[str, Any] | None, distances: list[int | 
     return seen
 
 
-def run_with_flip(directory: str) -> int:
-    """A whole run on own rows in iteration 3, with a flip in one pass of rank 1; returns the exit code."""
-    cfg = cases.tiny("train.num_steps=7", "sentinel.sdc.every=3", "run.name=flipped", directory=directory)
-    plan = FaultPlan(seed=0, faults=[Fault(kind=FaultKind.bit_flip_activation, at=3, rank=1, layer="blocks.1", bit=12)])
-    with patch.object(drill_worker, "read_plan", lambda _: plan):
+def run_with_flip(directory: str, at: int = 3, num_steps: int = 7, machine: str = "") -> int:
+    """A whole run with a flip in one pass of rank 1, in iterations that check own rows; returns the exit code."""
+    steps = (f"train.num_steps={num_steps}", "run.resume=changed")
+    cfg = cases.tiny(*steps, "sentinel.sdc.every=3", "run.name=flipped", directory=directory)
+    flip = Fault(kind=FaultKind.bit_flip_activation, at=at, rank=1, layer="blocks.1", bit=12)
+    plan = FaultPlan(seed=0, faults=[flip])
+    with patch.object(drill_worker, "read_plan", lambda _: plan), patch.dict(os.environ, {NODE_NAME: machine}):
         return drill_worker.run_drill_worker(cfg)

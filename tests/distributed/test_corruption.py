@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from harness.analysis.diagnose.log_numbers import run_detectors
 from harness.core import event_json
-from harness.core.events import Action, ActionKind, Finding, FindingKind, StepRecord
+from harness.core.events import Action, ActionKind, Finding, FindingKind, RunStarted, StepRecord
 from harness.sentinel.policy.policy import replay_actions
 from tests.distributed import cases, corruption_cases
 from tests.distributed.corruption_cases import CheckedSteps
@@ -115,3 +116,27 @@ def test_a_run_consumes_the_batch_again_and_its_log_replays(ranks: Pool, tmp_pat
     assert [action.kind for action in actions] == [ActionKind.skip]
     cfg = cases.tiny().sentinel
     assert replay_actions(logged, cfg.policy, lag=cfg.lag) == actions
+
+
+@pytest.mark.parametrize(
+    ("machine", "kind"),
+    [
+        ("second", FindingKind.corruption_passed),
+        pytest.param("first", FindingKind.corrupting_rank, marks=pytest.mark.full),
+    ],
+)
+def test_a_second_transient_error_blames_a_rank_only_on_the_same_machine(
+    ranks: Pool, tmp_path: Path, machine: str, kind: FindingKind
+) -> None:
+    ranks.run(2, corruption_cases.run_with_flip, str(tmp_path), 3, 7, "first")
+    ranks.run(2, corruption_cases.run_with_flip, str(tmp_path), 9, 14, machine)
+    (log,) = tmp_path.rglob("events.jsonl")
+    logged = list(event_json.read(log))
+    starts = [event for event in logged if isinstance(event, RunStarted)]
+    assert [start.machines for start in starts] == [{"first": [0, 1]}, {machine: [0, 1]}]
+    findings = [(event.kind, event.ranks) for event in logged if isinstance(event, Finding)]
+    passed, failed = (FindingKind.corruption_passed, [1]), (FindingKind.corruption, [1])
+    assert findings == [failed, passed, failed, (kind, [1])]
+    records = [event for event in logged if isinstance(event, StepRecord)]
+    again = run_detectors(records, cases.tiny().sentinel.detect, starts=starts)
+    assert [(event.kind, event.ranks) for event in again] == findings, "harness diagnose finds the same"

@@ -21,7 +21,7 @@ from harness.analysis.diagnose.precision_section import ask_overflow
 from harness.analysis.diagnose.rise_section import ask_slow_rise
 from harness.analysis.diagnose.spike_section import ask_spikes
 from harness.config.sentinel import DetectConfig
-from harness.core.events import ABOUT_SPEED, Finding, FindingKind
+from harness.core.events import ABOUT_SPEED, Finding, FindingKind, RunStarted
 
 HARMLESS = ABOUT_SPEED | {FindingKind.grad_spike, FindingKind.v_stale}
 """Findings that need no action by themselves."""
@@ -32,7 +32,8 @@ def walk(run: LoggedRun, *, detect: DetectConfig) -> Diagnosis:
     answers = Answers()
     if not run.records:
         return Diagnosis(nodes=answers.nodes, finds=Finds.nothing, conclusion="the log has no steps yet")
-    findings = run_detectors(run.records, detect)
+    starts = [event for event in run.events if isinstance(event, RunStarted)]
+    findings = run_detectors(run.records, detect, starts=starts)
     return (
         ask_non_finite(answers, run)
         or ask_spikes(answers, run, findings)

@@ -13,7 +13,7 @@ from harness.analysis.postmortem.incident_numbers import finite_median
 from harness.analysis.postmortem.recorded_batch import rare_count
 from harness.analysis.postmortem.rules.data_rules import RARE_FACTOR
 from harness.config.sentinel import DetectConfig
-from harness.core.events import Finding, FindingKind, StepRecord
+from harness.core.events import Finding, FindingKind, RunStarted, StepRecord
 from harness.sentinel.detect.detectors import Detectors
 
 WINDOW_ROWS, SPIKE_SIGMAS = 100, 3.0
@@ -186,10 +186,16 @@ def describe_rare_tokens(spike: Spike, records: Sequence[StepRecord]) -> str | N
     return f"its rarest tokens occur {count} times (usually {usual:g} times)"
 
 
-def run_detectors(records: Sequence[StepRecord], detect: DetectConfig) -> list[Finding]:
+def run_detectors(
+    records: Sequence[StepRecord], detect: DetectConfig, *, starts: Sequence[RunStarted] = ()
+) -> list[Finding]:
     """Findings of the sentinel's detectors over the log, independent of what was found during the run."""
-    detectors = Detectors(detect)
-    return [finding for record in records for finding in detectors.observe(record)]
+    detectors, findings, waiting = Detectors(detect), list[Finding](), deque(starts)
+    for record in records:
+        while waiting and waiting[0].iteration < record.iteration:
+            detectors.on_start(waiting.popleft().machines)
+        findings += detectors.observe(record)
+    return findings
 
 
 def largest_weight_change(records: Sequence[StepRecord]) -> tuple[str, float] | None:

@@ -6,6 +6,7 @@ and on those of another rank. If it fails again, or if a rank that was named alo
 error lasts and `corrupting_rank` is raised; otherwise `corruption_passed`. The ranks are those that every failed check
 names, so a repetition narrows them down. A lasting error began after the last clean check of the same kind: a rank that
 makes the same error every time passes all checks on its own rows.
+A rank stands for its machine. After a restart, differences count only for ranks that are still on the same machine.
 """
 
 from __future__ import annotations
@@ -39,10 +40,23 @@ class CorruptionGuard:
     what: str = ""
     """What differed first, in the first failed check."""
     groups: list[str] = field(default_factory=list)
+    machines: dict[str, list[int]] = field(default_factory=dict)
+    """Machine -> its ranks, since the last start; empty: unknown."""
 
     @property
     def is_repeating(self) -> bool:
         return self.num_left > 0
+
+    def on_start(self, machines: dict[str, list[int]]) -> None:
+        """Forget the differences of ranks that run on another machine since this start."""
+        if not machines:
+            return
+        before, now = _machine_of_each_rank(self.machines), _machine_of_each_rank(machines)
+        moved = {rank for rank, machine in now.items() if before.get(rank) != machine}
+        self.failed_ranks = [rank for rank in self.failed_ranks if rank not in moved]
+        if not moved.isdisjoint(self.suspects):
+            self.suspects, self.num_left = [], 0
+        self.machines = machines
 
     def observe(self, record: ReducedRecord) -> Iterator[Finding]:
         """Follow the checks; a record without one changes nothing."""
@@ -88,3 +102,7 @@ class CorruptionGuard:
         finding = make_finding(kind, record, self.num_failed, 0.0, message)
         finding.ranks, finding.groups, finding.cursors = list(self.suspects), list(self.groups), []
         return finding
+
+
+def _machine_of_each_rank(machines: dict[str, list[int]]) -> dict[int, str]:
+    return {rank: machine for machine, ranks in machines.items() for rank in ranks}

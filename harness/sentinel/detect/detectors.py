@@ -101,6 +101,10 @@ class Detectors:
             self.sparse, self.sparse_interval = loss_curve.scale_rows(self.cfg, interval), interval
         return self.sparse
 
+    def on_start(self, machines: dict[str, list[int]]) -> None:
+        """A start of the run has these machines and ranks: forget what is known of ranks on other machines."""
+        self.corruption.on_start(machines)
+
     def expect_lr_change(self) -> None:
         """The learning rate is about to change on purpose: raise no lr_jump for the next `EXPECTED_ROWS`."""
         self.rate.expected = EXPECTED_ROWS

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from harness.config.parallel import DeviceKind
+from harness.core.node_name import machine_name
 from harness.core.rundir import RunDir
 from launch.cli.main import main
 from launch.health import node_check
-from launch.health.node_facts import machine_name
 from launch.slurm.node_exclusion import HealthProblem
 from tests import composed
 from tests.distributed.cases import TINY

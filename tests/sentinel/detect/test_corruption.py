@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from harness.core.events import Finding, FindingKind, StepRecord
+from harness.core.events import Finding, FindingKind, RunStarted, StepRecord
 from harness.sentinel.detect.detectors import Detectors
+from harness.sentinel.sentinel import Sentinel
+from tests.composed import load
 from tests.sentinel.series import config, record
 
 F = FindingKind
@@ -33,6 +35,10 @@ def watch_checks(*checks: Check | None) -> tuple[list[Finding], Detectors]:
         found += detectors.observe(make_record(step, check))
         detectors = Detectors.restore(config(), json.loads(json.dumps(detectors.state())))
     return found, detectors
+
+
+def observe_checks(detectors: Detectors, checks: list[Check]) -> list[Finding]:
+    return [found for step, check in enumerate(checks) for found in detectors.observe(make_record(step, check))]
 
 
 def summarize(findings: list[Finding]) -> list[tuple[str, int, list[int]]]:
@@ -85,3 +91,74 @@ def test_a_rank_that_fails_alone_twice_lasts_however_long_it_takes() -> None:
     expected = [F.corruption, F.corruption_passed, F.corruption, F.corruption_passed, F.corruption, F.corrupting_rank]
     assert [finding.kind for finding in found] == expected
     assert found[-1].ranks == [2]
+
+
+def restart(detectors: Detectors, machines: dict[str, list[int]]) -> Detectors:
+    """The detectors of the next start, from a checkpoint."""
+    restored = Detectors.restore(config(), json.loads(json.dumps(detectors.state())))
+    restored.on_start(machines)
+    return restored
+
+
+@pytest.mark.parametrize(
+    ("machines", "kind"),
+    [
+        ({"a": [0, 1], "b": [2, 3]}, F.corrupting_rank),
+        ({"c": [0, 1], "b": [2, 3]}, F.corrupting_rank),
+        ({"a": [0, 1], "c": [2, 3]}, F.corruption_passed),
+        ({"b": [0, 1], "a": [2, 3]}, F.corruption_passed),
+        ({}, F.corrupting_rank),
+    ],
+)
+def test_an_earlier_difference_counts_while_the_rank_stays_on_its_machine(
+    machines: dict[str, list[int]], kind: FindingKind
+) -> None:
+    """A log without machines, of an older version, tells nothing."""
+    detectors = restart(Detectors(config()), {"a": [0, 1], "b": [2, 3]})
+    checks: list[Check] = [(0, [2]), (1, []), (0, [])]
+    assert [finding.kind for finding in observe_checks(detectors, checks)] == [F.corruption, F.corruption_passed]
+    found = observe_checks(restart(detectors, machines), checks)
+    assert [finding.kind for finding in found] == [F.corruption, kind]
+
+
+def test_a_machine_is_new_after_a_start_without_its_ranks() -> None:
+    checks: list[Check] = [(0, [2]), (1, []), (0, [])]
+    detectors = restart(Detectors(config()), {"a": [0, 1], "b": [2, 3]})
+    observe_checks(detectors, checks)
+    for machines in ({"a": [0, 1]}, {"a": [0, 1], "c": [2, 3]}):
+        detectors = restart(detectors, machines)
+    assert observe_checks(detectors, checks)[-1].kind is F.corruption_passed
+
+
+def test_a_check_is_not_repeated_on_another_machine() -> None:
+    detectors = restart(Detectors(config()), {"a": [0, 1], "b": [2, 3]})
+    observe_checks(detectors, [(0, [2])])
+    assert restart(detectors, {"c": [0, 1], "b": [2, 3]}).corruption.is_repeating
+    moved = restart(detectors, {"a": [0, 1], "c": [2, 3]})
+    assert not moved.corruption.is_repeating
+    assert [finding.kind for finding in observe_checks(moved, [(0, [2]), (1, [])])] == [F.corruption]
+
+
+def test_a_difference_of_a_checkpoint_of_an_older_version_belongs_to_an_unknown_machine() -> None:
+    old = Detectors(config()).state()
+    old["corruption"] = {"failed_ranks": [2]}
+    detectors = Detectors.restore(config(), old)
+    detectors.on_start({"a": [0, 1, 2]})
+    assert observe_checks(detectors, [(0, [2]), (1, []), (0, [])])[-1].kind is F.corruption_passed
+
+
+def test_a_rollback_to_a_checkpoint_of_an_earlier_start_does_not_bring_a_difference_back() -> None:
+    def start(machine: str) -> RunStarted:
+        return RunStarted(time=0.0, iteration=3, world_size=3, num_steps=9, step=3, machines={machine: [0, 1, 2]})
+
+    checks: list[Check] = [(0, [2]), (1, []), (0, [])]
+    sentinel = Sentinel.start(load().sentinel)
+    sentinel.on_run_started(start("a"))
+    observe_checks(sentinel.detectors, checks)
+    memory = json.loads(json.dumps(sentinel.memory()))
+    sentinel.on_run_started(start("b"))
+    sentinel.rewind(memory)
+    assert observe_checks(sentinel.detectors, checks)[-1].kind is F.corruption_passed
+    sentinel.on_run_started(start("a"))
+    sentinel.rewind(memory)
+    assert observe_checks(sentinel.detectors, checks)[-1].kind is F.corrupting_rank
