@@ -200,6 +200,7 @@ def describe_weights(weights: Mapping[str, float]) -> str:
 def accept(action: Action, parts: Parts, state: RunState) -> None:
     """Re-anchor the gate at the loss of the new data, and schedule the batches that were skipped because of it."""
     give_back(action, parts, state)
+    parts.ring.finish_copy()
     parts.gate.reopen(loss=action.level, grad_norm=action.grad_level)
 
 

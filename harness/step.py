@@ -146,8 +146,9 @@ def gate(parts: Parts, signals: StepSignals, *, planned: bool) -> GateDecision:
     """Accept or reject the update, from the reduced loss and gradient norm, and from recomputed micro-batches.
 
     The decision is one bit on the device, equal on every rank. `planned` widens the bounds after a planned change of
-    the data or of the schedule.
+    the data or of the schedule. From here on the step changes what a snapshot holds, first the gate's history.
     """
+    parts.ring.finish_copy()
     loss, grad_norm, _ = signals.totals
     return parts.gate.decide(
         loss=loss,

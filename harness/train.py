@@ -117,7 +117,6 @@ def train_step(run: Run, *, is_trial: bool = False) -> None:
     add_host_signals(run, batch, branches, started_s=started_s)
     signals = reduce_signals(parts, cfg=cfg, probe=branches.probe)
     decision = gate(parts, signals, planned=branches.planned)
-    parts.ring.finish_copy()
     report = apply_update(parts, signals, decision)
 
     num_tokens = parts.batches.size(place.batch) * parts.batches.sequence_length

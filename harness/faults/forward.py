@@ -143,6 +143,7 @@ class LogitGrowth:
         if self._site.strikes(iteration):
             fault = self._site.fault
             self._site.log_strike(f"query and key weights of {fault.layer} are multiplied by {fault.factor:g}")
+            self._site.run.parts.ring.finish_copy()
             for weight in self._weights:
                 weight.mul_(fault.factor)
             self._site.run.parts.update.measure_digest()  # training grew them; no weight changed between two updates

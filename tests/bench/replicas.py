@@ -148,7 +148,6 @@ def measure_rank(cfg: Config, directory: str, rounds: int) -> Measured:
 def run_step(parts: Parts, cfg: Config, iteration: int) -> None:
     with fast_attention():
         forward_backward(parts, parts.batches[iteration % 64], cfg=cfg, probe=False)
-    parts.ring.finish_copy()
     finish_step(parts, cfg=cfg, probe=False)
 
 

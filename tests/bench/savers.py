@@ -56,7 +56,6 @@ class Loop:
         forward_backward(self.parts, self.parts.batches[self.index], cfg=self.cfg, probe=False)
         if before_update is not None:
             before_update()
-        self.parts.ring.finish_copy()
         finish_step(self.parts, cfg=self.cfg, probe=False)
         self.index += 1
         if self.parts.world.device.type == "cuda":

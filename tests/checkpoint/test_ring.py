@@ -31,7 +31,6 @@ def start(*overrides: str) -> tuple[Parts, Config]:
 
 def step(parts: Parts, cfg: Config, index: int) -> list[float]:
     forward_backward(parts, parts.batches[index], cfg=cfg, probe=False)
-    parts.ring.finish_copy()
     return finish_step(parts, cfg=cfg, probe=False).tolist()
 
 

@@ -13,11 +13,12 @@ from harness.build import Parts, build
 from harness.checkpoint import store
 from harness.config.compose import load
 from harness.config.schema import Config
-from harness.core.events import CheckpointSaved
+from harness.core.events import Action, ActionKind, CheckpointSaved
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
 from harness.distributed.shards import local
 from harness.distributed.world import connect, disconnect
+from harness.recovery import recover
 from harness.step import finish_step, forward_backward
 from tests.gpu.one_rank import SMALL
 
@@ -26,6 +27,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("ignore"),  # from torch.compile and NCCL
 ]
+SLOW_COPY_CYCLES = 2_000_000_000
+"""About a second of a GPU's clock."""
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +44,6 @@ def start(run: Path, *overrides: str) -> tuple[Parts, Config]:
 
 def step(parts: Parts, cfg: Config, index: int) -> None:
     forward_backward(parts, parts.batches[index], cfg=cfg, probe=False)
-    parts.ring.finish_copy()
     finish_step(parts, cfg=cfg, probe=False)
 
 
@@ -74,6 +76,41 @@ def test_a_snapshot_needs_no_sync_and_holds_the_state_of_its_step(tmp_path: Path
         for name, tensor in slot.tensors.items():
             assert torch.equal(tensor, before[name].cpu()), name
             assert tensor.numel() == 0 or tensor.is_pinned(), name
+    parts.close()
+
+
+def delay_copies(parts: Parts) -> None:
+    """Make the next snapshot copy only after the device has issued everything that the test queues meanwhile."""
+    with torch.cuda.stream(parts.ring._stream):
+        torch.cuda._sleep(SLOW_COPY_CYCLES)  # type: ignore[no-untyped-call]
+
+
+def test_a_step_waits_for_a_slow_copy(tmp_path: Path) -> None:
+    parts, cfg = start(tmp_path)
+    step(parts, cfg, 0)
+    before = copy_tensors(parts)
+    delay_copies(parts)
+    slot = parts.ring.take_snapshot(RunState(iteration=1))
+    step(parts, cfg, 1)
+    slot.wait()
+    assert not torch.equal(parts.gate.history, before["device.gate"])
+    assert [name for name, tensor in slot.tensors.items() if not torch.equal(tensor, before[name].cpu())] == []
+    parts.close()
+
+
+def test_accepting_new_data_waits_for_a_slow_copy(tmp_path: Path) -> None:
+    parts, cfg = start(tmp_path)
+    step(parts, cfg, 0)
+    before = copy_tensors(parts)
+    delay_copies(parts)
+    slot = parts.ring.take_snapshot(RunState(iteration=1))
+    action = Action(
+        time=0.0, iteration=1, step=1, incident=1, kind=ActionKind.accept, onset=1, reason="", level=9.0, grad_level=9.0
+    )
+    recover(action, parts, RunState(iteration=1), root=tmp_path)
+    slot.wait()
+    assert not torch.equal(parts.gate.history, before["device.gate"])
+    assert torch.equal(slot.tensors["device.gate"], before["device.gate"].cpu())
     parts.close()
 
 
