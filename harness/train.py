@@ -76,6 +76,7 @@ def train(run: Run) -> Ending:
     cfg, parts, state = run.cfg, run.parts, run.state
     ending: Ending | None = None
     measure_held_out(parts, state)
+    parts.ring.pin()
     run.profiler.plan(state)
     while state.step < cfg.train.num_steps and (ending is None or state.iteration < ending.after):
         run.heartbeat.beat(state)

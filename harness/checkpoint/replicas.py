@@ -82,7 +82,7 @@ class ReplicaKeeper:
         self._files = files
         self._max_bytes_per_s = max_bytes_per_s
         names = [f"replica-{index}" for index in range(NUM_BLOCKS)]
-        self._blocks = {name: PinnedBlock(num_bytes, pinned=False, file=files.block(name)) for name in names}
+        self._blocks = {name: PinnedBlock(num_bytes, file=files.block(name)) for name in names}
         self._iterations: dict[str, int] = {}
         """Block name -> iteration of the replica that it holds."""
 

@@ -2,11 +2,12 @@
 
 Why: undoing a bad update takes a second from memory. From disk it takes minutes and loses every step since the last
 checkpoint.
-How: each slot is one pinned block, allocated once. A snapshot is a device-to-host copy on a side stream during the next
-forward pass; the next update waits for it on the device, the host never waits. The run state of a slot is completed
-when the step report of the same iteration arrives (`Slot.complete`). A slot becomes a rewind target (`trust`) once
-every step up to it was clean and one clean step was computed from it, because an update that breaks the weights shows
-only in the step after it. The newest target is never overwritten by an untrusted snapshot.
+How: each slot is one pinned block, allocated once; a thread allocates the memory while the run starts. A snapshot is a
+device-to-host copy on a side stream during the next forward pass; the next update waits for it on the device, the host
+never waits. The run state of a slot is completed when the step report of the same iteration arrives (`Slot.complete`).
+A slot becomes a rewind target (`trust`) once every step up to it was clean and one clean step was computed from it,
+because an update that breaks the weights shows only in the step after it. The newest target is never overwritten by an
+untrusted snapshot.
 All ranks take and trust snapshots at the same iterations. Before a rewind they agree on a slot that all of them hold.
 Trusted snapshots can be shared with later starts and other nodes (`harness.checkpoint.shared_snapshots`).
 """
@@ -17,7 +18,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from threading import Lock
+from threading import Lock, Thread
 from typing import Any, final
 
 import torch
@@ -61,17 +62,20 @@ class Ring:
         blocks: Sequence[PinnedBlock] | None = None
         if shared is not None:
             layout = layout_digest(self._live)
-            blocks = shared.allocate(num_bytes, num_slots, layout=layout, pinned=self._on_gpu)
+            blocks = shared.allocate(num_bytes, num_slots, layout=layout)
         self.shared = None if blocks is None else shared
         """Access to the snapshots of other processes; None: the ring is private."""
         self._lock: AbstractContextManager[bool] = Lock() if self.shared is None else self.shared.lock
         """Guards the flags of the slots against the thread that publishes them."""
-        blocks = blocks or [PinnedBlock(num_bytes, pinned=self._on_gpu) for _ in range(num_slots)]
+        blocks = blocks or [PinnedBlock(num_bytes) for _ in range(num_slots)]
 
         def as_sharded(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {name: like_on_host(tensors[name], part, world=world) for name, part in parts.items()}
 
         self._slots = [self._new_slot(as_sharded, slot_name(index), block) for index, block in enumerate(blocks)]
+        self._allocation = Thread(target=allocate_pages, args=(blocks,), name="snapshot memory", daemon=True)
+        if self._on_gpu:
+            self._allocation.start()
 
     def _new_slot(
         self, as_sharded: Callable[[Mapping[str, Tensor]], dict[str, Tensor]], name: str, block: PinnedBlock
@@ -84,8 +88,16 @@ class Ring:
             copied=torch.cuda.Event() if self._on_gpu else None,  # type: ignore[no-untyped-call]
         )
 
+    def pin(self) -> None:
+        """Pin the slots, so that copies do not block the host. The first call waits until their memory is allocated."""
+        if self._on_gpu:
+            self._allocation.join()
+            for slot in self._slots:
+                slot.block.pin()
+
     def take_snapshot(self, state: RunState) -> Slot:
         """Start copying the state into a slot; on a GPU the copy finishes before the next update."""
+        self.pin()
         slot = self._next_slot()
         with self._lock:
             self._withdraw(slot)
@@ -222,6 +234,7 @@ class Ring:
         """Copy a snapshot back, bit for bit; returns its run state."""
         assert slot.is_complete, "only a complete snapshot can be restored"
         slot.wait()
+        self.pin()
         self.finish_copy()
         foreach_copy_(list(self._live.values()), list(slot.tensors.values()), non_blocking=True)
         if self._on_gpu:
@@ -234,6 +247,8 @@ class Ring:
             self.shared.clear()
 
     def close(self) -> None:
+        if self._on_gpu:
+            self._allocation.join()
         for slot in self._slots:
             slot.wait()
             slot.block.release()
@@ -255,6 +270,11 @@ class Ring:
         assert free, "wait for the save before taking another snapshot"
         free = [slot for slot in free if not slot.is_sending] or free
         return min(free, key=lambda slot: slot.state.iteration if slot.is_taken else -1)
+
+
+def allocate_pages(blocks: Sequence[PinnedBlock]) -> None:
+    for block in blocks:
+        block.allocate_pages()
 
 
 def layout_digest(parts: Mapping[str, Tensor]) -> str:

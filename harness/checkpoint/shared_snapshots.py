@@ -67,7 +67,7 @@ class SharedSnapshots:
         self._has_warned = False
         self._thread: WriterThread[Never] = WriterThread("snapshot publisher")
 
-    def allocate(self, num_bytes: int, num_slots: int, *, layout: str, pinned: bool) -> list[PinnedBlock] | None:
+    def allocate(self, num_bytes: int, num_slots: int, *, layout: str) -> list[PinnedBlock] | None:
         """The blocks of the ring; None on all ranks if those of one rank do not fit. Collective.
 
         All ranks' blocks have the size of the largest one, so that any rank can keep the snapshot of any other.
@@ -79,7 +79,7 @@ class SharedSnapshots:
         def map_blocks() -> None:
             for index in range(num_slots):
                 file = self.files.block(slot_name(index))
-                blocks.append(PinnedBlock(self.num_bytes, pinned=pinned, file=file))
+                blocks.append(PinnedBlock(self.num_bytes, file=file))
             if self.num_replica_buffers:
                 assert self._neighbours is not None
                 rate = self._cfg.replica_gb_s

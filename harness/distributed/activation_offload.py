@@ -182,7 +182,9 @@ class ActivationOffload:
         if free:
             buffer = free.pop()
         else:
-            block = PinnedBlock(tensor.nbytes, pinned=self._side is not None)
+            block = PinnedBlock(tensor.nbytes)
+            if self._side is not None:
+                block.pin()
             self._blocks.append(block)
             buffer = block.content.view(tensor.dtype)
             self.host_bytes += buffer.nbytes

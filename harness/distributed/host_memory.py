@@ -2,6 +2,8 @@
 
 A block is registered with the CUDA driver and does not come from torch's pinned allocator, which rounds up to a power
 of two. It is private memory of the process, or a file in a tmpfs that other processes of the machine can read.
+Registering memory that has no pages yet is slow: the driver allocates them in small pages, one by one. So a private
+block asks for huge pages, and its pages are allocated before (`allocate_pages`), in a background thread if need be.
 `harness.core.memory_limits` measures what is free.
 """
 
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 from weakref import finalize
@@ -24,19 +27,28 @@ def align_up(num_bytes: int) -> int:
 
 @final
 class PinnedBlock:
-    """A fixed-size block of host memory, pinned if a GPU copies into it, handed out tensor by tensor."""
+    """A fixed-size block of host memory, handed out tensor by tensor. `pin` it if a GPU copies into it."""
 
-    def __init__(self, num_bytes: int, *, pinned: bool, file: Path | None = None) -> None:
+    def __init__(self, num_bytes: int, *, file: Path | None = None) -> None:
         """With `file`, the block is that file; an existing file of the same size keeps its content."""
-        if file is None:
-            self._bytes = torch.empty(max(num_bytes, 1), dtype=torch.uint8)
-            self._buffer = self._bytes.numpy().data  # sync: of host memory, which waits for nothing
-        else:
-            self._buffer = memoryview(map_block(file, max(num_bytes, 1)))
-            self._bytes = torch.frombuffer(self._buffer, dtype=torch.uint8)
+        size = max(num_bytes, 1)
+        self._buffer = memoryview(map_private(size) if file is None else map_block(file, size))
+        self._bytes = torch.frombuffer(self._buffer, dtype=torch.uint8)
+        self._has_pages = file is not None
         self._used = 0
         self._unlock: finalize[..., Any] | None = None
-        if pinned:
+
+    def allocate_pages(self) -> None:
+        """Allocate the memory now, not at the first write; the content of a private block is lost. Other threads run
+        meanwhile."""
+        if not self._has_pages:
+            self._bytes[:: mmap.PAGESIZE] = 0
+            self._has_pages = True
+
+    def pin(self) -> None:
+        """Register the block with the CUDA driver. May be called more than once; call before the block is used."""
+        if self._unlock is None:
+            self.allocate_pages()
             address = self._bytes.data_ptr()
             _call_cudart("cudaHostRegister", address, self._bytes.numel(), 0)
             self._unlock = finalize(self, _call_cudart, "cudaHostUnregister", address)
@@ -65,6 +77,14 @@ class PinnedBlock:
         """Unpin the memory; nothing may be copied into it afterwards. May be called more than once."""
         if self._unlock is not None:
             self._unlock()
+
+
+def map_private(num_bytes: int) -> mmap.mmap:
+    """Map private memory, in huge pages if the kernel has them."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def map_block(path: Path, num_bytes: int) -> mmap.mmap:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
+from harness.core.memory_limits import resident_bytes
 from harness.distributed import host_memory
 from harness.distributed.host_memory import PinnedBlock, align_up
 
@@ -18,7 +22,10 @@ def test_a_pinned_block_is_registered_once_and_released_once(num_bytes: int, mon
     """With a fake driver that records its calls; needs no GPU."""
     calls: list[tuple[object, ...]] = []
     monkeypatch.setattr(host_memory, "_call_cudart", lambda *arguments: calls.append(arguments))
-    block = PinnedBlock(num_bytes, pinned=True)
+    block = PinnedBlock(num_bytes)
+    block.release()
+    block.pin()
+    block.pin()
     address = block._bytes.data_ptr()
     assert calls == [("cudaHostRegister", address, max(num_bytes, 1), 0)]
     assert block._unlock is not None
@@ -26,12 +33,29 @@ def test_a_pinned_block_is_registered_once_and_released_once(num_bytes: int, mon
     block.release()
     block.release()
     assert calls[1:] == [("cudaHostUnregister", address)]
-    PinnedBlock(num_bytes, pinned=False).release()
     assert len(calls) == 2
 
 
+def test_the_pages_of_a_private_block_are_allocated_before_it_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_bytes = 64 * 2**20
+    resident: list[int] = []
+    monkeypatch.setattr(host_memory, "_call_cudart", lambda *_: resident.append(resident_bytes(os.getpid())))
+    block = PinnedBlock(num_bytes)
+    before = resident_bytes(os.getpid())
+    block.pin()
+    assert resident[0] - before > 0.9 * num_bytes
+    block.release()
+
+
+def test_allocating_pages_keeps_the_content_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "block").write_bytes(b"kept" * 4096)
+    block = PinnedBlock(4 * 4096, file=tmp_path / "block")
+    block.allocate_pages()
+    assert bytes(block.view) == b"kept" * 4096
+
+
 def test_a_block_hands_out_separate_aligned_pieces() -> None:
-    block = PinnedBlock(64 * 3, pinned=False)
+    block = PinnedBlock(64 * 3)
     pieces = [
         block.like(torch.empty(2, 3)),
         block.like(torch.empty(0)),
