@@ -172,7 +172,7 @@ def split_times(run: RunDir, log: Sequence[Event], killed: float) -> RestartTime
     manifest = json.loads(run.manifest.read_text(encoding="utf-8"))
     times |= {
         "processes and process group": lease.holder.since,
-        "build": manifest["starts"][-1]["time"],
+        "build": [manifest, *manifest["starts"]][-1]["time"],
         "resume": started.time,
         "held-out loss and first steps": first.time,
     }

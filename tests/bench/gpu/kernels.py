@@ -3,10 +3,10 @@
     python -m tests.bench.gpu.kernels --model 1b --rows ours-bf16 ours-fp8 torchtitan --torchtitan DIR
 
 A row is built and warmed up as in `tests.bench.gpu`, then some steps are profiled; for this harness: steps with the
-sentinel, one step with a probe, and steps without the sentinel. torchtitan runs first, before this harness replaces an
-operator of FSDP. The kernels that the sentinel adds are those whose count differs; all others do the same work. The
-table has mean milliseconds per step; the span is from the first kernel to the last, with the profiler on. `--names`
-lists the kernels that take the most time.
+sentinel, one step with a probe, steps that each copy a snapshot to the host, and steps without the sentinel. torchtitan
+runs first, before this harness replaces an operator of FSDP. The kernels that the sentinel adds are those whose count
+differs; all others do the same work. The table has mean milliseconds per step; the span is from the first kernel to the
+last, with the profiler on. `--names` lists the kernels that take the most time.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from tests.bench.gpu.ours import VARIANTS
 from tests.bench.gpu.peer import Job, Loop, load_batches
 from tests.bench.gpu.setting import BATCH_SIZES, PROBE_EVERY, Setting
 
+RING_SLOTS, SNAPSHOT_EVERY = 2, 20
+"""Slots of the ring, and the distance in steps of two snapshots for which their cost is printed."""
 OURS, TITAN = ("ours-bf16", "ours-fp8", "ours-fp8-delayed"), "torchtitan"
 NUM_STEPS = 3
 """Profiled steps."""
@@ -59,6 +61,7 @@ KINDS: Mapping[str, Sequence[str]] = {
 }
 """Kind -> parts of kernel names; the first match counts."""
 REST = "the rest"
+TO_HOST = "Memcpy DtoH"
 
 
 class Kernel(NamedTuple):
@@ -83,6 +86,10 @@ class StepKernels(NamedTuple):
 
     def ms_of_kind(self, kind: str) -> float:
         return sum(kernel.ms for kernel in self.kernels.values() if kind_of(kernel.name) == kind)
+
+    def ms_of(self, part: str) -> float:
+        """Time of the kernels with this part in their names."""
+        return sum(kernel.ms for kernel in self.kernels.values() if part in kernel.name)
 
     def minus(self, other: StepKernels) -> Kernel:
         """Time and launches of the kernels whose count differs, minus those of the other."""
@@ -124,15 +131,24 @@ def collect_kernels(events: Sequence[object], num_steps: int) -> StepKernels:
 
 
 def profile_harness(name: str, world: World, setting: Setting, run: RunDir) -> Iterator[tuple[str, StepKernels]]:
-    """Profile steps with the sentinel, a probed step, and steps without the sentinel."""
-    cfg = setting.config(*VARIANTS[name].overrides)
+    """Profile steps with the sentinel, a probed step, steps with a snapshot each, and steps without the sentinel."""
+    cfg = setting.config(*VARIANTS[name].overrides, f"checkpoint.ring.slots={RING_SLOTS}")
     with closing(build(cfg, world, run)) as parts:
+
+        def run_with_snapshots(num_steps: int) -> None:
+            for _ in range(num_steps):
+                parts.ring.take_snapshot(with_sentinel.state)
+                with_sentinel.step()
+            with_sentinel.read_reports(everything=True)
+
         with_sentinel, without_sentinel = sentinel.build_sides(cfg, parts, run)
         with_sentinel.run(PROBE_EVERY)
         without_sentinel.run(WARMUP_STEPS)
         probed = profile_steps(with_sentinel.run, 1)
         yield name, profile_steps(with_sentinel.run, NUM_STEPS)
         yield f"{name}, probed", probed
+        run_with_snapshots(1 + RING_SLOTS)
+        yield f"{name}, snapshots", profile_steps(run_with_snapshots, NUM_STEPS)
         yield f"{name}, sentinel off", profile_steps(without_sentinel.run, NUM_STEPS)
 
 
@@ -165,7 +181,21 @@ def render_table(found: Mapping[str, StepKernels]) -> str:
                 f"{name}: {added.times:,.0f} kernels added by the sentinel, {added.ms:.2f} ms; by a probe "
                 f"{added_by_probe.times:,.0f} more, {added_by_probe.ms:.2f} ms.",
             ]
+        if f"{name}, snapshots" in found:
+            lines += ["", f"{name}: {describe_snapshot(columns[name], found[f'{name}, snapshots'])}"]
     return "\n".join(lines)
+
+
+def describe_snapshot(without: StepKernels, with_snapshot: StepKernels) -> str:
+    """What one snapshot in each step adds to it, and the share of that if there is one in `SNAPSHOT_EVERY` steps."""
+    copied_ms = with_snapshot.ms_of(TO_HOST) - without.ms_of(TO_HOST)
+    share = (with_snapshot.span_ms - without.span_ms) / without.span_ms / SNAPSHOT_EVERY
+    return (
+        f"a snapshot is copied for {copied_ms:.1f} ms beside its step. The other kernels of the step take "
+        f"{with_snapshot.ms - copied_ms:.1f} ms instead of {without.ms:.1f}, from the first to the last "
+        f"{with_snapshot.span_ms:.1f} instead of {without.span_ms:.1f}: {share:+.2%} at one snapshot in "
+        f"{SNAPSHOT_EVERY} steps."
+    )
 
 
 def render_line(first: str, cells: Iterable[str]) -> str:
