@@ -2,10 +2,10 @@
 
 A data phase that the user configured raises the loss like a bad batch does, but it is known in advance. A window
 follows each planned change: a phase of `data.phases`, a larger batch (`train.batch_size_warmup`), another precision
-(`precision.phases`), a source switched off by the policy, batches given back (both in the ledger), different data or
-another batch size after `run.resume=changed`, and the step at which a WSD schedule begins to decay. Windows follow from
-config, ledger, cursor and the recorded interventions, which all ranks share, so all ranks widen the bounds of the same
-steps, also after a restart within a window.
+(`precision.phases`), a source switched off by the policy, batches given back (both in the ledger), different data,
+another batch size or another base of RoPE after `run.resume=changed`, and the step at which a WSD schedule begins to
+decay. Windows follow from config, ledger, cursor and the recorded interventions, which all ranks share, so all ranks
+widen the bounds of the same steps, also after a restart within a window.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def windows(cfg: Config, ledger: Ledger) -> list[Window]:
 
 
 class DataChange(NamedTuple):
-    """A resume with other data or another batch size."""
+    """A resume with other data, another batch size or another base of RoPE."""
 
     reason: str
     end: int | None
@@ -62,12 +62,14 @@ class DataChange(NamedTuple):
 REASONS = {
     "data.": "the run was resumed with different data",
     "train.batch_size": "the run was resumed with another batch size",
+    "model.rope_theta": "the run was resumed with another model.rope_theta",
 }
-"""Beginning of the changed config keys -> what the change of data is."""
+"""Beginning of the changed config keys -> what the change is."""
 
 
 def newest_data_change(interventions: Sequence[Intervention], logged: Iterable[Event]) -> DataChange | None:
-    """The newest resume with other data or another batch size, by the interventions and the event log of the run."""
+    """The newest resume with other data, another batch size or another base of RoPE, by the interventions and the log
+    of the run."""
     for event in reversed(interventions):
         for prefix, reason in REASONS.items():
             if any(key.startswith(prefix) for key in event.changes):

@@ -43,6 +43,9 @@ def test_the_newest_resume_with_other_data_is_found_with_its_window() -> None:
     assert newest_data_change(changes[:1], log) == DataChange(data, 62)
     assert newest_data_change(changes[:1], log[1:]) == DataChange(data, None), "no step was taken since"
     assert newest_data_change([changed(60, "optim.lr")], log) is None
+    rope = "the run was resumed with another model.rope_theta"
+    changes = [*changes, changed(70, "model.rope_theta")]
+    assert newest_data_change(changes, [*log, announced(71, 130, rope)]) == DataChange(rope, 130)
 
 
 def test_of_two_windows_that_begin_together_that_of_the_resume_is_announced() -> None:

@@ -29,6 +29,7 @@ from harness.core.credentials import require_no_credentials
 from harness.core.event_json import to_json
 from harness.core.events import Intervention, RunEnded, RunRestarted
 from harness.core.locking import run_lease
+from harness.core.stderr_lines import print_warning
 
 CONFIG_CHANGED = "run.resume=changed"
 """Reason of the intervention that records a change of the configuration."""
@@ -47,6 +48,27 @@ MAY_DIFFER = (
     "parallel.timeout_s",
 )
 """Keys that may change at a resume: they decide where and how a run executes, not what it computes."""
+FIXED_BY_WEIGHTS = tuple(
+    f"model.{name}"
+    for name in (
+        "vocab_size",
+        "dim",
+        "num_layers",
+        "num_heads",
+        "num_kv_heads",
+        "ffn_dim",
+        "norm",
+        "norm_placement",
+        "tied_head",
+        "qk_norm",
+        "embedding_norm",
+        "mup_base_width",
+    )
+)
+"""Keys that may not change once the run has a checkpoint: its weights would belong to another model. With some changes
+all shapes stay the same, and the weights would be loaded."""
+CHANGED_MODEL = ("model.rope_theta", "model.norm_eps")
+"""Keys that may change on purpose though the weights were trained with the old value."""
 
 OPENING_BYTES = 64 * 1024
 BY_LAUNCHER = tuple(f'{{"event":"{kind.name}",'.encode() for kind in (RunEnded, RunRestarted))
@@ -204,6 +226,14 @@ def has_begun(run: RunDir) -> bool:
     return not lines or any(not line.startswith(BY_LAUNCHER) for line in lines)
 
 
+def has_checkpoint(run: RunDir) -> bool:
+    """Whether the run has weights on disk that a resume could load."""
+    try:
+        return any(run.checkpoints.glob("step-*-gen-*"))
+    except OSError as error:
+        raise run_lease.io_error(run.checkpoints, "cannot read", error) from None
+
+
 def differences(cfg: Config, run: RunDir) -> dict[str, tuple[Any, Any]]:
     """Config keys whose value differs from the stored config of the run: key -> (old, new).
 
@@ -237,8 +267,14 @@ def read_start(run: RunDir) -> str:
 
 
 def check_resume(cfg: Config, run: RunDir) -> None:
-    """Reject a resume with another configuration, unless `run.resume=changed`."""
+    """Reject a resume with another configuration, unless `run.resume=changed`. A model that the weights of the run do
+    not belong to is always rejected."""
     changes = differences(cfg, run)
+    for key in FIXED_BY_WEIGHTS:
+        if key in changes and has_checkpoint(run):
+            old, new = changes[key]
+            message = f"must stay {old} in this run, got {new}: its weights were trained with {old}"
+            raise ConfigError(key, f"{message}; keep it, or choose another run.name")
     if changes and cfg.run.resume is not ResumePolicy.changed:
         listed = ", ".join(f"{key} was {old}, is {new}" for key, (old, new) in changes.items())
         message = f"{run.path} has another configuration: {listed}; choose another name, or set run.resume=changed"
@@ -260,6 +296,10 @@ def prepare_run_dir(
     except OSError as error:
         raise run_lease.io_error(run.path, "cannot create", error) from None
     changes = {key: list(values) for key, values in differences(cfg, run).items()} | (data_changes or {})
+    for key in CHANGED_MODEL:
+        if key in changes and has_checkpoint(run):
+            old, new = changes[key]
+            print_warning(f"{key} was {old}, is {new}: the weights were trained with {old}")
     if changes:
         append_line(run.interventions, to_json(make_config_change_event(changes, iteration=iteration)))
     if corpus:

@@ -8,7 +8,6 @@ the last start, or from the plan if the rates of the devices are known; otherwis
 from __future__ import annotations
 
 import textwrap
-from pathlib import Path
 
 from harness.analysis.plan.plan import plan
 from harness.analysis.plan.preflight import parameters_text
@@ -18,7 +17,7 @@ from harness.config.errors import EXIT_DONE, ConfigError
 from harness.config.schema import Config
 from harness.config.sentinel import SentinelConfig
 from harness.core.events import Event, RunEnded, RunStarted, StepRecord
-from harness.core.rundir import locate
+from harness.core.rundir import has_checkpoint, locate
 from harness.model.size import num_parameters
 from harness.telemetry.console import clock
 from harness.telemetry.event_log import tail
@@ -162,13 +161,9 @@ def finished_line(cfg: Config) -> str:
     run = locate(cfg)
     last = next((event for event in reversed(tail(run.events)) if isinstance(event, RunEnded | RunStarted)), None)
     is_done = isinstance(last, RunEnded) and last.exit_code == EXIT_DONE and last.step >= cfg.train.num_steps
-    if not is_done or not has_checkpoint(run.checkpoints):
+    if not is_done or not has_checkpoint(run):
         return ""
     return (
         f"{run.path}: all {cfg.train.num_steps:,} steps are done; nothing to do. To train longer, add "
         f"train.num_steps=N run.resume=changed"
     )
-
-
-def has_checkpoint(directory: Path) -> bool:
-    return any(directory.glob("step-*"))

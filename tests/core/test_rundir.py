@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from harness.checkpoint import catalog
 from harness.config.compose import plain
 from harness.config.errors import ConfigError
 from harness.config.schema import Config
@@ -151,3 +152,52 @@ def test_a_run_that_only_crashed_has_not_begun(tmp_path: Path) -> None:
     assert not rundir.has_begun(run)
     rundir.append_line(run.events, to_json(RunStarted(time=0.0, iteration=0, world_size=1, num_steps=9, step=0)))
     assert rundir.has_begun(run)
+
+
+def start_with_checkpoint(root: Path, *overrides: str) -> rundir.RunDir:
+    """A run that has saved a checkpoint."""
+    run = start(config(root, *overrides))
+    (run.checkpoints / catalog.name_of(10, 0)).mkdir(parents=True)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "line"),
+    [
+        (["num_heads=4", "num_kv_heads=2"], ["num_heads=2", "num_kv_heads=1"], "num_heads: must stay 4 in this run"),
+        (["num_layers=2"], ["num_layers=1"], "num_layers: must stay 2 in this run, got 1: its weights were trained"),
+        (["norm=rms"], ["norm=layer"], "norm: must stay rms in this run, got layer"),
+        (["norm_placement=pre"], ["norm_placement=post"], "norm_placement: must stay pre in this run, got post"),
+        (["mup_base_width=null"], ["mup_base_width=32"], "mup_base_width: must stay None in this run, got 32"),
+    ],
+)
+@pytest.mark.parametrize("policy", ["same", "changed"])
+def test_a_model_that_the_weights_of_the_run_do_not_belong_to_is_rejected(
+    tmp_path: Path, then: list[str], now: list[str], line: str, policy: str
+) -> None:
+    """All shapes stay the same, but in one case."""
+    run = start_with_checkpoint(tmp_path, *(f"model.{setting}" for setting in then))
+    before = run.config.read_bytes()
+    other = config(tmp_path, *(f"model.{setting}" for setting in now), f"run.resume={policy}")
+    with pytest.raises(ConfigError, match=rf"^model\.{line}"):
+        rundir.prepare_run_dir(other, run)
+    assert run.config.read_bytes() == before
+    assert not run.interventions.exists()
+
+
+def test_a_run_without_a_checkpoint_may_get_another_model(tmp_path: Path) -> None:
+    run = start(config(tmp_path, "model.norm=rms"))
+    (run.checkpoints / f".{catalog.name_of(10, 0)}.part").mkdir(parents=True)
+    changes = rundir.prepare_run_dir(config(tmp_path, "model.norm=layer", "run.resume=changed"), run)
+    assert changes == {"model.norm": ["rms", "layer"]}
+
+
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_another_base_of_rope_is_accepted_with_a_warning(
+    tmp_path: Path, has_checkpoint: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = (start_with_checkpoint if has_checkpoint else lambda root: start(config(root)))(tmp_path)
+    changes = rundir.prepare_run_dir(config(tmp_path, "model.rope_theta=500000", "run.resume=changed"), run)
+    assert changes == {"model.rope_theta": [10000.0, 500000.0]}
+    line = "warning: model.rope_theta was 10000.0, is 500000.0: the weights were trained with 10000.0\n"
+    assert capsys.readouterr().err == (line if has_checkpoint else "")
