@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.checkpoint.io_retry import StopCheck
 from harness.checkpoint.manager import CheckpointManager
 from harness.checkpoint.ring import Ring
 from harness.checkpoint.ring_cost import rollback_cost
@@ -109,10 +110,13 @@ def state_tensors(update: Update, loss_scale: LossScale, gate: Gate) -> dict[str
     return {f"model.{name}": parameter for name, parameter in update.parameters.items()} | moments | counters
 
 
-def build(cfg: Config, world: World, run: RunDir, *, shares_snapshots: bool = False) -> Parts:
+def build(
+    cfg: Config, world: World, run: RunDir, *, shares_snapshots: bool = False, is_stopping: StopCheck = lambda: False
+) -> Parts:
     """Construct every part. Initial weights depend on the seed and the parameter name only, not on the world size.
 
     shares_snapshots: keep snapshots where a later start finds them. Only a training run does.
+    is_stopping: whether this rank was asked to stop; a wait for storage then ends on all ranks.
     """
     run_on_all_ranks(lambda: require_engine(cfg.precision, world.device))
     model, fp8_layers = build_model(cfg, world)
@@ -181,7 +185,7 @@ def build(cfg: Config, world: World, run: RunDir, *, shares_snapshots: bool = Fa
         planned=PlannedChanges(cfg, ledger),
         ledger=ledger,
         ring=ring,
-        checkpoints=CheckpointManager(cfg, run.checkpoints, ring=ring, world=world),
+        checkpoints=CheckpointManager(cfg, run.checkpoints, ring=ring, world=world, is_stopping=is_stopping),
         gate=gate,
         sentinel=Sentinel.start(cfg.sentinel),
     )

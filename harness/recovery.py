@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 from harness.build import Parts
 from harness.checkpoint import store
-from harness.checkpoint.io_retry import IoRetry
 from harness.config.errors import EXIT_HALTED
 from harness.core.events import Action, ActionKind, Outcome
 from harness.core.state import RunState
@@ -235,7 +234,7 @@ def roll_back(action: Action, parts: Parts, *, root: Path) -> Restored | None:
             taken,
             parts.tensors(),
             world=parts.world,
-            retry=IoRetry(parts.checkpoints.retry_s),
+            retry=parts.checkpoints.make_retry(),
             prepare=begin,
             skip_unreadable=True,
         )

@@ -97,7 +97,7 @@ class LoadedState(NamedTuple):
 
 def resume(cfg: Config, parts: Parts, opened: Opened) -> tuple[RunState, list[Event]]:
     """Load the newest state in memory or on disk, or start from scratch; returns the state and the events to log."""
-    loaded = load_state(cfg, parts, opened)
+    loaded = load_state(parts, opened)
     state, snapshot = loaded.state, loaded.snapshot
     parts.update.measure_digest()
     restore_sentinel(parts, state, opened)
@@ -138,7 +138,7 @@ def gather_machines() -> dict[str, list[int]]:
     return machines
 
 
-def load_state(cfg: Config, parts: Parts, opened: Opened) -> LoadedState:
+def load_state(parts: Parts, opened: Opened) -> LoadedState:
     """Restore the newest state that every rank can reach: a snapshot in memory, else a checkpoint, else the initial
     one. Snapshots of other states are withdrawn.
 
@@ -150,8 +150,8 @@ def load_state(cfg: Config, parts: Parts, opened: Opened) -> LoadedState:
         source = f"snapshot of iteration {snapshot.state.iteration}"
         loaded = LoadedState(snapshot.state, source, [], snapshot)
     else:
-        root, retry_s = opened.run.checkpoints, cfg.checkpoint.retry_s
-        found = store.load_newest(root, parts.tensors(), world=parts.world, retry_s=retry_s)
+        retry = parts.checkpoints.make_retry()
+        found = store.load_newest(opened.run.checkpoints, parts.tensors(), world=parts.world, retry=retry)
         state, directory = found.loaded or (RunState(), None)
         loaded = LoadedState(state, directory, found.damage)
     begin_start(parts, opened.run, kept=None if snapshot is None else snapshot.state.iteration)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from harness.build import Parts, build, build_meter, closing_parts, run_manifest
+from harness.checkpoint.io_retry import StoppedError
 from harness.checkpoint.remote.upload_process import uploading
 from harness.config import compose
 from harness.config.errors import (
@@ -315,7 +316,11 @@ def run_worker(cfg: Config, wrap: RunWrapper = unwrapped) -> int:
         opened = run_on_rank_zero(lambda: open_run(cfg, data))
         if opened.problem:
             raise ConfigError("", opened.problem)
-        return train_opened_run(cfg, opened, world, stop, wrap, settings)
+        try:
+            return train_opened_run(cfg, opened, world, stop, wrap, settings)
+        except StoppedError as stopped:
+            stopped.error.is_shared = True
+            raise stopped.error from None
 
 
 def train_opened_run(
@@ -327,7 +332,7 @@ def train_opened_run(
         Heartbeat(directory, rank=world.rank, world_size=world.size, num_steps=cfg.train.num_steps) as heartbeat,
         sampling_system(directory, world, heartbeat, every_s=cfg.telemetry.system_every_s),
         uploading(directory, cfg.checkpoint.remote, is_first=world.is_first),
-        closing_parts(build(cfg, world, directory, shares_snapshots=True)) as parts,
+        closing_parts(build(cfg, world, directory, shares_snapshots=True, is_stopping=lambda: bool(stop))) as parts,
         enter_on_all_ranks(EventReporter(cfg, directory, world=world, meter=build_meter(cfg, world))) as reporter,
         enter_on_all_ranks(watching(directory, stop, is_first=world.is_first)) as inbox,
         GcSchedule() as gc_schedule,

@@ -24,7 +24,7 @@ from typing import Any, final
 from harness.checkpoint import catalog, integrity, saver
 from harness.checkpoint.catalog import Checkpoint, Health
 from harness.checkpoint.integrity import Damaged, OtherVersion
-from harness.checkpoint.io_retry import IoRetry
+from harness.checkpoint.io_retry import IoRetry, StopCheck
 from harness.checkpoint.ring import Ring
 from harness.checkpoint.ring_cost import rollback_cost
 from harness.checkpoint.slot import Slot
@@ -33,7 +33,7 @@ from harness.config.errors import StorageError
 from harness.config.schema import Config
 from harness.core.events import CheckpointFailed, CheckpointJudged, CheckpointSaved, Event, ReducedRecord
 from harness.core.state import RunState
-from harness.distributed.collectives import all_reduce_min, gather_results, run_on_rank_zero
+from harness.distributed.collectives import all_reduce_min, any_rank, gather_results, run_on_rank_zero
 from harness.distributed.world import World
 
 POLL_S = 5.0
@@ -42,8 +42,12 @@ POLL_S = 5.0
 
 @final
 class CheckpointManager:
-    def __init__(self, cfg: Config, root: Path, *, ring: Ring, world: World) -> None:
+    def __init__(
+        self, cfg: Config, root: Path, *, ring: Ring, world: World, is_stopping: StopCheck = lambda: False
+    ) -> None:
+        """`is_stopping` is about this rank alone."""
         self._cfg = cfg.checkpoint
+        self._is_stopping = is_stopping
         self.retry_s = cfg.checkpoint.retry_s
         self._rank0_retry_s = min(self.retry_s, cfg.parallel.timeout_s / 2)
         """Longest retry on rank 0 while the other ranks wait in a collective: at most half of the collective
@@ -185,7 +189,7 @@ class CheckpointManager:
             return [(name, iteration) for name, iteration in found if iteration is not None and iteration < before]
 
         try:
-            return IoRetry(self._rank0_retry_s).call(lambda: find(strict=True))
+            return self._rank_zero_retry().call(lambda: find(strict=True))
         except StorageError:
             return find(strict=False)
 
@@ -206,6 +210,14 @@ class CheckpointManager:
         self._ring.discard_from(iteration + 1)
         self._candidates = {name: saved for name, saved in self._candidates.items() if saved <= iteration}
 
+    def make_retry(self) -> IoRetry:
+        """The retries of a load, in which all ranks make the same attempts. A stop request of any rank ends them."""
+        return IoRetry(self.retry_s, is_stopping=lambda: any_rank(self._is_stopping()))
+
+    def _rank_zero_retry(self) -> IoRetry:
+        """The retries of rank 0 while the other ranks wait for its result."""
+        return IoRetry(self._rank0_retry_s, is_stopping=self._is_stopping)
+
     def _taint(self, iteration: int, reason: str) -> None:
         """On rank 0. Reads the iteration of every checkpoint before it taints any; `StorageError` if one cannot be
         read."""
@@ -215,7 +227,7 @@ class CheckpointManager:
             found = [(checkpoint, self._iteration_of(checkpoint, strict=True)) for checkpoint in saved]
             return [checkpoint for checkpoint, taken in found if taken is not None and taken > iteration]
 
-        for checkpoint in IoRetry(self._rank0_retry_s).call(find):
+        for checkpoint in self._rank_zero_retry().call(find):
             catalog.mark(checkpoint.path, Health.tainted, reason)
 
     def _iteration_of(self, checkpoint: Checkpoint, *, strict: bool) -> int | None:

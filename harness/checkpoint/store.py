@@ -51,13 +51,13 @@ class LoadResult(NamedTuple):
     """Why other checkpoints, which may be intact, were skipped; their files are unchanged."""
 
 
-def load_newest(root: Path, tensors: Mapping[str, Tensor], *, world: World, retry_s: float = 0.0) -> LoadResult:
+def load_newest(root: Path, tensors: Mapping[str, Tensor], *, world: World, retry: IoRetry | None = None) -> LoadResult:
     """Fill `tensors` in place from the newest intact checkpoint that is not tainted; no-op if none was ever saved.
 
     A candidate is accepted: a resume keeps every step that is not suspect. Damaged checkpoints are quarantined.
     A checkpoint that cannot be read, or that another version wrote, is an error: loading an older one would lose work.
     """
-    retry = IoRetry(retry_s)
+    retry = retry or IoRetry(0.0)
     names = retry.call(lambda: run_on_rank_zero(lambda: _newest_first(root)))
     result = load_first(root, names, tensors, world=world, retry=retry)
     if result.loaded is not None:

@@ -35,6 +35,11 @@ def all_reduce_min(value: int, group: dist.ProcessGroup | None = None) -> int:
     return int(box)  # sync: it lies in host memory
 
 
+def any_rank(value: bool) -> bool:
+    """Whether the value is true on any rank, by gloo on the host."""
+    return bool(all_reduce_max(torch.tensor(value, dtype=torch.int32)))  # sync: it lies in host memory
+
+
 def start_all_to_all(
     sent: Tensor, received: Tensor, *, sent_sizes: list[int], received_sizes: list[int], group: dist.ProcessGroup
 ) -> dist.Work:

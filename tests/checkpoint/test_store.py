@@ -10,6 +10,8 @@ import json
 import os
 import pickle
 import shutil
+import signal
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -335,7 +337,7 @@ def load_while_failing(here: World, root: str, where: Failing, **options: Any) -
                 found = store.load_first(Path(root), names, into, world=here, retry=retry, **options)
                 outcome = "; ".join(map(str, [*found.damage, *found.unread])) or outcome
             else:
-                found = store.load_newest(Path(root), into, world=here, retry_s=RETRY_S)
+                found = store.load_newest(Path(root), into, world=here, retry=IoRetry(RETRY_S))
             name = found.loaded and found.loaded.name
         except (StorageError, ConfigError) as error:
             outcome = f"{type(error).__name__}: {error}"
@@ -489,3 +491,23 @@ def test_start_that_cannot_read_its_checkpoint_exits_75_and_resumes_later(
     assert "step-00000015-gen-0/__0_0.distcp: cannot be read on " in complaint
     assert tree(tmp_path / "a" / "checkpoints") == before
     assert ranks.run(2, cases.run, str(tmp_path), *LONGER)[0][0] == 0
+
+
+@pytest.mark.full
+def test_a_stop_while_a_start_waits_for_storage_exits_75(trained: Path, tmp_path: Path) -> None:
+    """`checkpoint.retry_s` is 300."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    before = tree(tmp_path / "a" / "checkpoints")
+    overrides = [*cases.TINY, *LONGER, f"run.dir={tmp_path}", "launch.nproc=2"]
+    with Launched("launch.train", *overrides, output=tmp_path / "output", first=unmounted) as process:
+        deadline_s = time.monotonic() + 200
+        while not (tmp_path / "output.stderr").exists() or "trying again" not in process.stderr:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 75
+        complaints = [line for line in process.stderr.splitlines() if line.startswith("harness: /")]
+    (complaint,) = complaints
+    assert "step-00000015-gen-0/__0_0.distcp: cannot be read on " in complaint
+    assert "Traceback" not in process.stderr
+    assert tree(tmp_path / "a" / "checkpoints") == before

@@ -260,7 +260,7 @@ def test_an_io_error_is_retried_if_it_is_allowed(tmp_path: Path, world: World, f
     before = tree(tmp_path)
     name = f"{name_of(10, 0)}/{file}"
     with failing(name, times=1) as failed:
-        assert newest(tmp_path, world, retry_s=0.01).weight == 10
+        assert newest(tmp_path, world, retry=IoRetry(0.01)).weight == 10
         assert len(failed) == 1
     with failing(name, times=1), pytest.raises(StorageError):
         newest(tmp_path, world)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import math
+import os
 import shutil
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,9 +19,10 @@ import pytest
 
 from harness import train
 from harness.build import Parts
-from harness.checkpoint import catalog, store
+from harness.checkpoint import catalog, io_retry, store
 from harness.checkpoint.catalog import Health
 from harness.checkpoint.manager import CheckpointManager
+from harness.config.errors import StorageError
 from harness.control import apply, watcher
 from harness.control import inbox as commands
 from harness.control.commands import (
@@ -56,7 +60,9 @@ from harness.core.events import (
 )
 from harness.core.rundir import RunDir, locate
 from harness.data.order.ledger import Exclusion, Ledger
+from harness.distributed.world import rank_from_environment
 from harness.optim.update import LR_RECOVERY_RATE
+from tests.checkpoint.storage import failing
 from tests.distributed import faulty_runs
 from tests.distributed.cases import digest, state_on_disk, tiny
 from tests.distributed.pool import Pool
@@ -132,6 +138,27 @@ def run_worker_with_failing_restore(
 
     with patch.object(store, "load_shards", load_shards):
         return run_worker_with_orders(directory, orders, when_paused, *overrides)
+
+
+def run_until_stopped_in_rollback(
+    directory: str, orders: Orders, when_paused: WhenPaused | None, *overrides: str
+) -> tuple[str, int]:
+    """As `run_worker_with_orders`, with a checkpoint that rank 1 cannot read. Rank 0 gets SIGTERM when the ranks wait
+    before the second attempt. Returns the error, and the number of failed reads on this rank."""
+    is_first = rank_from_environment()[0] == 0
+
+    def print_warning(_: str) -> None:
+        if is_first:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    times = 0 if is_first else math.inf
+    with (
+        failing("step-00000008-gen-0/__1_0.distcp", times=times) as failed,
+        patch.object(io_retry, "print_warning", print_warning),
+        pytest.raises(StorageError) as ended,
+    ):
+        run_worker_with_orders(directory, orders, when_paused, *overrides)
+    return str(ended.value), len(failed)
 
 
 def run_worker_with_save_by_clock(
@@ -527,6 +554,23 @@ def test_a_rollback_that_fails_halfway_halts_the_run(ranks: Pool, tmp_path: Path
     assert max(each.step for each in catalog.list_checkpoints(finished.run.checkpoints)) == 16, (
         "partially restored weights are not saved"
     )
+
+
+def test_a_stop_while_a_rollback_waits_for_storage_ends_the_run_on_all_ranks(ranks: Pool, tmp_path: Path) -> None:
+    """`checkpoint.retry_s` is 300: the ranks would wait for longer than a test may take."""
+    arguments = (str(tmp_path), {20: [Pause()]}, roll_back_to_8, "run.name=victim", *OVERRIDES)
+    (first, num_first), (second, num_second) = ranks.run(2, run_until_stopped_in_rollback, *arguments)
+    run = RunDir(tmp_path / "victim")
+    assert first == second
+    assert first.startswith(f"{run.checkpoints}/step-00000008-gen-0: cannot be read on ")
+    assert (num_first, num_second) == (0, 1)
+    log = list(event_json.read(run.events))
+    assert [event.kind for event in events_of(Action, log)] == [ActionKind.rollback]
+    assert not events_of(Outcome, log), "the policy does not decide on a failed rollback"
+    usable = [each for each in catalog.list_checkpoints(run.checkpoints) if each.health is not Health.tainted]
+    assert [each.step for each in usable] == [8], "weights that are partly restored are not saved"
+    again = ranks.run(2, run_worker_with_orders, str(tmp_path), {}, resume, "run.name=victim", *OVERRIDES)
+    assert [result.code for result in again] == [0, 0]
 
 
 def test_a_skip_that_the_ledger_cannot_record_is_rejected_on_all_ranks(
