@@ -149,7 +149,7 @@ class Sentinel:
         """Restore from a checkpoint, then update the policy from the events logged since: no decision is lost."""
         self.rewind(memory)
         if memory:
-            self.policy = Policy.restore(self.cfg.policy, memory["policy"])
+            self.policy = Policy.restore(self.cfg.policy, memory["policy"], lag=self.cfg.lag)
             self.digest = memory["digest"]
         for _ in self.policy.choose_actions(since):
             pass

@@ -306,7 +306,7 @@ def run_cluster(hostility: Hostility) -> Cluster:
         cluster.train()
         if round_trips.random() < hostility.round_trip:
             state = json.loads(json.dumps(cluster.policy.state(), allow_nan=False))
-            cluster.policy = Policy.restore(hostility.cfg, state)
+            cluster.policy = Policy.restore(hostility.cfg, state, lag=hostility.lag)
         if not cluster.is_halted and num_restarts < 5 and cluster.chance(hostility.restart):
             num_restarts += 1
             cluster.restart()

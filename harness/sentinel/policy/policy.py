@@ -151,8 +151,9 @@ class Policy:
         return {"lag": self.lag, "chart": self.policy_state.state()}
 
     @classmethod
-    def restore(cls, cfg: PolicyConfig, state: dict[str, Any]) -> Self:
-        return cls(PolicyState.restore(cfg, state["chart"]), state["lag"])
+    def restore(cls, cfg: PolicyConfig, state: dict[str, Any], *, lag: int) -> Self:
+        """Restore from `state()`. The lag is that of the present config, because a resume may change it."""
+        return cls(PolicyState.restore(cfg, state["chart"]), lag)
 
     @classmethod
     def replay(cls, cfg: PolicyConfig, events: Iterable[Event], *, lag: int) -> Self:

@@ -29,7 +29,7 @@ from harness.sentinel.policy.responses import (
 from harness.sentinel.policy.restore_scope import excluded_batches, restore_bound
 from harness.sentinel.policy.suspect_sources import SuspectSources
 from tests.sentinel.cluster import CFG
-from tests.sentinel.policy_runs import Run, finding, outcome, record
+from tests.sentinel.policy_runs import LAG, Run, finding, outcome, record
 
 EXACT = replace(CFG, accept_rise_nats=0.5)
 """A float holds this bound exactly."""
@@ -701,7 +701,7 @@ class TestPolicyState:
         run, check = self.run_with_check()
         assert run.iterate(kind) is None
         saved = run.policy.state()
-        run.policy = Policy.restore(run.policy.policy_state.cfg, json.loads(json.dumps(saved)))
+        run.policy = Policy.restore(run.policy.policy_state.cfg, json.loads(json.dumps(saved)), lag=LAG)
         follow_up = run.policy.on_outcome(replace(outcome(check, step=run.step), held_out_loss=loss))
         assert follow_up is not None
         if expected is None:

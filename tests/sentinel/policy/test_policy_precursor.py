@@ -40,7 +40,7 @@ def test_growing_logits_are_clipped_to_the_end_of_the_run() -> None:
     again = decide(policy, 400, PrecursorSignal.attention_logit)
     assert again is not None
     assert again.kind is K.watch, "they are clipped already"
-    restored = Policy.restore(defaults(), json.loads(json.dumps(policy.state())))
+    restored = Policy.restore(defaults(), json.loads(json.dumps(policy.state())), lag=LAG)
     assert restored.clips_logits
 
 
@@ -75,7 +75,7 @@ def test_a_preset_that_only_logs_watches_growing_logits() -> None:
 def test_a_checkpoint_of_an_older_version_clips_nothing() -> None:
     state = json.loads(json.dumps(started().state()))
     del state["chart"]["numbers"]["clips_logits"]
-    assert not Policy.restore(defaults(), state).clips_logits
+    assert not Policy.restore(defaults(), state, lag=LAG).clips_logits
 
 
 def test_the_clip_is_replayed_from_the_log() -> None:

@@ -10,6 +10,8 @@ from dataclasses import replace
 from harness.core.event_json import from_json, to_json
 from harness.core.events import Action, Event, Finding, RunStarted, StepRecord
 from harness.sentinel.policy.policy import Policy, replay_actions
+from harness.sentinel.sentinel import Sentinel
+from tests import composed
 from tests.sentinel.policy_runs import LAG, F, K, Run, defaults, finding, kind_of, record
 
 
@@ -67,7 +69,17 @@ class TestReplay:
         run.iterate_clean(50)
         run.iterate(F.nonfinite, loss=math.nan, refused=True)
         text = json.dumps(run.policy.state(), allow_nan=False)
-        assert Policy.restore(defaults(), json.loads(text)).state() == run.policy.state()
+        assert Policy.restore(defaults(), json.loads(text), lag=LAG).state() == run.policy.state()
+
+    def test_a_resume_with_another_lag_times_its_actions_with_it(self) -> None:
+        """A bf16 window ends `lag` iterations later than without lag, whatever the lag of the earlier start was."""
+        sentinel = composed.load().sentinel
+        before, after = Sentinel.start(replace(sentinel, lag=1)), Sentinel.start(replace(sentinel, lag=4))
+        after.resume(before.memory(), ())
+        now = record(1)
+        fallback = after.policy.decide(now, [finding(F.fp8_range, now)])
+        assert fallback is not None
+        assert (fallback.kind, fallback.until) == (K.precision, 1 + 4 + sentinel.policy.precision_iterations)
 
 
 def clean_log(num: int) -> list[Event]:

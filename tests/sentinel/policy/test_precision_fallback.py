@@ -169,7 +169,7 @@ def test_a_restart_inside_the_window_keeps_it() -> None:
     log.append(RunStarted(time=0.0, iteration=63, world_size=2, num_steps=500, step=50))
     again = Policy.replay(SHORT, log, lag=LAG)
     assert again.in_fallback
-    saved = Policy.restore(SHORT, json.loads(json.dumps(policy.state())))
+    saved = Policy.restore(SHORT, json.loads(json.dumps(policy.state())), lag=LAG)
     assert saved.in_fallback, "also from a checkpoint without the earlier log"
     after = [record(iteration, step=iteration - 13) for iteration in range(64, 71)]
     decided = [again.decide(each, []) for each in after]
