@@ -30,6 +30,7 @@ from harness.core.events import (
 from harness.sentinel.detect.detectors import Detectors
 from harness.sentinel.device.slots import DIGEST_BITS
 from harness.sentinel.policy.incident_log import IncidentLog
+from harness.sentinel.policy.log_events import DecisionKey, JudgedRecord, decision_key, drop_known
 from harness.sentinel.policy.open_incident import IncidentVerdict
 from harness.sentinel.policy.policy import Policy
 
@@ -59,6 +60,8 @@ class Sentinel:
     """For reports; no decision depends on it."""
     machines: dict[str, list[int]] = field(default_factory=dict)
     """Machine -> its ranks, as the last start logged them."""
+    decided: list[DecisionKey] = field(default_factory=list)
+    """Actions and outcomes since the last record. The log has them behind that record."""
 
     @classmethod
     def start(cls, cfg: SentinelConfig) -> Self:
@@ -71,6 +74,7 @@ class Sentinel:
 
     def process_record(self, record: ReducedRecord) -> StepVerdict:
         """Run the detectors and the policy on the record of one iteration."""
+        self.decided = []
         findings = self.detectors.observe(record)
         for found in findings:
             self._add_to_digest((found.kind, found.iteration, found.onset, found.ranks, found.groups, found.cursors))
@@ -89,6 +93,7 @@ class Sentinel:
 
     def on_outcome(self, outcome: Outcome) -> Action | None:
         """Return the follow-up of an action whose outcome is known, or None."""
+        self.decided.append(decision_key(outcome))
         action = self.policy.on_outcome(outcome)
         self.incident_log.close_ended(outcome.time, outcome.iteration, self.policy.policy_state)
         return self._record_action(action)
@@ -112,6 +117,7 @@ class Sentinel:
 
     def _record_action(self, action: Action | None) -> Action | None:
         if action is not None:
+            self.decided.append(decision_key(action))
             self.incident_log.on_action(action)
             self._add_to_digest({name: value for name, value in asdict(action).items() if name not in NOT_DIGESTED})
             if action.lr_scale is not None:
@@ -131,7 +137,12 @@ class Sentinel:
 
     def memory(self) -> dict[str, Any]:
         """The part of a snapshot or checkpoint that belongs to the sentinel, as plain data."""
-        return {"detectors": self.detectors.state(), "policy": self.policy.state(), "digest": self.digest}
+        return {
+            "detectors": self.detectors.state(),
+            "policy": self.policy.state(),
+            "digest": self.digest,
+            "decided": [list(key) for key in self.decided],
+        }
 
     def copy(self) -> Self:
         """A sentinel with the same detectors and policy, to find out what it would do."""
@@ -151,8 +162,15 @@ class Sentinel:
         if memory:
             self.policy = Policy.restore(self.cfg.policy, memory["policy"], lag=self.cfg.lag)
             self.digest = memory["digest"]
-        for _ in self.policy.choose_actions(since):
-            pass
+            self.decided = memory.get("decided", [])
+        for event, _ in self.policy.fold(drop_known(since, self.decided)):
+            match event:
+                case JudgedRecord():
+                    self.decided = []
+                case Action() | Outcome():
+                    self.decided.append(decision_key(event))
+                case _:
+                    pass
 
 
 def _extend_digest(digest: int, value: object) -> int:

@@ -51,7 +51,7 @@ from harness.core.events import (
     TrialMeasured,
 )
 from harness.sentinel.policy.held_out_level import NUM_LEVEL
-from harness.sentinel.policy.log_events import JudgedRecord, pair_findings
+from harness.sentinel.policy.log_events import JudgedRecord, PolicyEvent, pair_findings
 from harness.sentinel.policy.open_incident import ClosedIncident, OpenIncident, Rung
 from harness.sentinel.policy.policy_state import RESTORES, PolicyState
 from harness.sentinel.policy.precision_fallback import fallback_iterations
@@ -69,6 +69,13 @@ class DecisionPoint(NamedTuple):
     time: float
     iteration: int
     step: int
+
+
+class FoldedEvent(NamedTuple):
+    """An event of a log, and what the policy would choose after it."""
+
+    event: JudgedRecord | PolicyEvent
+    chosen: Action | None
 
 
 @final
@@ -170,7 +177,12 @@ class Policy:
 
     def choose_actions(self, events: Iterable[Event]) -> Iterator[Action]:
         """Yield what would be chosen at each point of a log; the state follows the actions that were really taken."""
+        return (chosen for _, chosen in self.fold(events) if chosen is not None)
+
+    def fold(self, events: Iterable[Event]) -> Iterator[FoldedEvent]:
+        """Process the events of a log; yield each with what would be chosen after it."""
         for event in pair_findings(events):
+            chosen: Action | None = None
             match event:
                 case JudgedRecord(record, findings):
                     self.policy_state.on_record(record, findings)
@@ -180,18 +192,13 @@ class Policy:
                     chosen = self.choose_action(DecisionPoint(event.time, event.iteration, event.step))
                 case Action():
                     self.policy_state.on_action(event)
-                    continue
                 case HeldOutMeasured():
                     self.policy_state.on_held_out_measured(event)
-                    continue
                 case TrialMeasured():
                     self.policy_state.on_trial_measured(event)
-                    continue
                 case RunStarted():
                     self.policy_state.resume(event.iteration, event.step)
-                    continue
-            if chosen is not None:
-                yield chosen
+            yield FoldedEvent(event, chosen)
 
     def _act_on(self, response: Response, incident: OpenIncident, now: DecisionPoint) -> Action | None:
         budgets, progress = self.policy_state.budgets, self.policy_state.progress

@@ -1,0 +1,157 @@
+"""A resume continues with the memory of a checkpoint and the log behind it, as if the run had not ended."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.core.event_json import to_json
+from harness.core.events import Action, ActionKind, Event, Outcome, RunStarted
+from harness.sentinel.policy.policy import Policy
+from harness.sentinel.policy.policy_state import RESTORES
+from harness.sentinel.sentinel import Sentinel
+from harness.telemetry.event_log import events_since
+from tests import composed
+from tests.analysis.postmortem.stories import healthy
+
+CFG = composed.load().sentinel
+LAG = CFG.lag
+REWOUND_STEPS = 4
+
+
+class LoggedRun:
+    """A run that logs what a training run logs. `num_in_flight`: reports that a restore finds and logs only."""
+
+    def __init__(self, *, num_in_flight: int = 0) -> None:
+        self.num_in_flight = num_in_flight
+        self.sentinel = Sentinel.start(CFG)
+        self.log: list[Event] = [RunStarted(time=0.0, iteration=0, world_size=2, num_steps=900, step=0)]
+        self.iteration = self.step = 0
+        self.memories: dict[int, dict[str, Any]] = {}
+        """Iteration -> what a checkpoint of that iteration holds."""
+        self.taken: list[ActionKind] = []
+
+    def iterate(self, *, is_rejected: bool = False, **facts: Any) -> None:
+        """Run one iteration, and carry out what it calls for."""
+        self.iteration += 1
+        self.step += not is_rejected
+        row = replace(healthy(self.iteration), step=self.step, cursor=self.iteration - 1, **facts)
+        if is_rejected:
+            row = replace(row, refused=True, loss=math.nan, grad_norm=math.nan, nonfinite_ranks=[1])
+        self.log.append(row)
+        findings, action = self.sentinel.process_record(row)
+        self.log += findings
+        self.memories[self.iteration] = as_stored(self.sentinel)
+        while action is not None:
+            self.taken.append(action.kind)
+            self.log.append(action)
+            action = self.sentinel.on_outcome(self.carry_out(action))
+        self.log += self.sentinel.drain_events()
+
+    def iterate_clean(self, num: int) -> None:
+        for _ in range(num):
+            self.iterate()
+
+    def carry_out(self, action: Action) -> Outcome:
+        """Log the outcome of an action; the steps in flight are logged too, and a restore undoes them."""
+        if action.kind in RESTORES:
+            self.sentinel.rewind(self.memories[self.iteration - REWOUND_STEPS])
+            for _ in range(self.num_in_flight):
+                self.iteration += 1
+                self.log.append(replace(healthy(self.iteration), step=self.step + 1))
+            self.step -= REWOUND_STEPS
+        done = Outcome(
+            time=0.0,
+            iteration=self.iteration,
+            kind=action.kind,
+            incident=action.incident,
+            succeeded=True,
+            step=self.step,
+        )
+        self.log.append(done)
+        return done
+
+
+def as_stored(sentinel: Sentinel) -> dict[str, Any]:
+    stored: dict[str, Any] = json.loads(json.dumps(sentinel.memory()))
+    return stored
+
+
+def resumed(run: LoggedRun, memory: dict[str, Any], iteration: int, directory: Path) -> Sentinel:
+    """The sentinel of a start that resumes from a state of this iteration."""
+    path = directory / "events.jsonl"
+    path.write_text("".join(to_json(event) + "\n" for event in run.log))
+    sentinel = Sentinel.start(CFG)
+    sentinel.resume(copy.deepcopy(memory), events_since(path, iteration))
+    return sentinel
+
+
+def with_rejections(*, last: int) -> LoggedRun:
+    """Two rejected updates; the second is that of iteration `last`, and 20 clean ones follow."""
+    run = LoggedRun()
+    run.iterate_clean(99)
+    run.iterate(is_rejected=True)
+    run.iterate_clean(last - 101)
+    run.iterate(is_rejected=True)
+    run.iterate_clean(20)
+    assert run.taken == 2 * [ActionKind.skip]
+    return run
+
+
+def restored(*, num_in_flight: int = 0) -> LoggedRun:
+    """A run whose weights are not finite in its last iteration, and which ends after the restore."""
+    run = LoggedRun(num_in_flight=num_in_flight)
+    run.iterate_clean(120)
+    run.iterate(is_rejected=True, param_norm=math.nan, group_param_norms={"blocks.0": math.nan})
+    assert run.taken[0] in RESTORES
+    return run
+
+
+def folded(run: LoggedRun) -> dict[str, Any]:
+    return Policy.replay(CFG.policy, run.log, lag=LAG).state()
+
+
+@pytest.mark.parametrize("iteration", [119, 120, 121])
+def test_each_decision_counts_once_after_a_resume(iteration: int, tmp_path: Path) -> None:
+    run = with_rejections(last=120)
+    again = resumed(run, run.memories[iteration], iteration, tmp_path)
+    assert again.policy.policy_state.budgets.num_spent == {"skip": 2}
+    assert again.policy.state() == run.sentinel.policy.state() == folded(run)
+
+
+@pytest.mark.parametrize("num_in_flight", [0, LAG])
+def test_a_restore_counts_once_after_a_resume_from_the_last_checkpoint(num_in_flight: int, tmp_path: Path) -> None:
+    run = restored(num_in_flight=num_in_flight)
+    again = resumed(run, as_stored(run.sentinel), run.iteration, tmp_path)
+    assert again.policy.state() == run.sentinel.policy.state() == folded(run)
+
+
+def test_a_second_resume_from_the_same_checkpoint_counts_each_decision_once(tmp_path: Path) -> None:
+    """The first start resumed and was stopped before its first record; it saved nothing."""
+    run = restored()
+    memory, iteration = as_stored(run.sentinel), run.iteration
+    between = resumed(run, memory, iteration, tmp_path)
+    assert as_stored(between)["decided"] == memory["decided"] != []
+    again = resumed(run, as_stored(between), iteration, tmp_path)
+    assert again.policy.state() == run.sentinel.policy.state()
+
+
+def test_decisions_of_later_records_are_applied(tmp_path: Path) -> None:
+    """Only the decisions of the checkpoint's own iteration are known, although later ones look alike."""
+    run = with_rejections(last=120)
+    again = resumed(run, run.memories[100], 100, tmp_path)
+    assert again.policy.policy_state.budgets.num_spent == {"skip": 2}
+    assert again.policy.state() == run.sentinel.policy.state()
+
+
+def test_a_checkpoint_of_an_earlier_version_resumes_as_before(tmp_path: Path) -> None:
+    run = with_rejections(last=120)
+    memory = {key: run.memories[119][key] for key in ("detectors", "policy", "digest")}
+    again = resumed(run, memory, 119, tmp_path)
+    assert again.policy.state() == run.sentinel.policy.state()
