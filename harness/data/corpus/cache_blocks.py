@@ -84,7 +84,16 @@ def read_digest(descriptor: int, block: int) -> bytes:
 
 
 def write_digest(descriptor: int, block: int, digest: bytes) -> None:
-    os.pwrite(descriptor, digest, DIGEST_BYTES * block)
+    write_all(descriptor, digest, DIGEST_BYTES * block)
+
+
+def write_all(descriptor: int, content: bytes, offset: int) -> None:
+    """Write all of this content at an offset. One call of the system may write a part, as on a disk that becomes full;
+    the next one then raises the error."""
+    left = memoryview(content)
+    while left:
+        num_written = os.pwrite(descriptor, left, offset)
+        left, offset = left[num_written:], offset + num_written
 
 
 def mark_used(path: Path, blocks: Iterable[int], now: float) -> None:
@@ -92,7 +101,7 @@ def mark_used(path: Path, blocks: Iterable[int], now: float) -> None:
     descriptor = os.open(used_file(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         for block in blocks:
-            os.pwrite(descriptor, TIME.pack(now), TIME.size * block)
+            write_all(descriptor, TIME.pack(now), TIME.size * block)
     finally:
         os.close(descriptor)
 

@@ -25,15 +25,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import final
 
-import numpy as np
-
 from harness.config.data import RemoteDataConfig
 from harness.config.errors import ConfigError, StorageError, require
 from harness.core.object_store import ObjectStore, StoredObject, is_url
 from harness.data.corpus import cache_blocks
 from harness.data.corpus.cache_blocks import DIGEST_BYTES, NO_DIGEST, SOURCE
 from harness.data.corpus.cache_eviction import CacheEviction
-from harness.data.corpus.mapped_file import map_file
 
 NUM_FETCHES = 16
 """Blocks that one process fetches at the same time."""
@@ -80,7 +77,6 @@ class CachedFile:
         self._checked_s = time.monotonic()
         _make_sparse(path, found.num_bytes)
         _make_sparse(self._digests, DIGEST_BYTES * len(self._verified))
-        self._mapped_digests = map_file(self._digests).reshape(-1, DIGEST_BYTES)
 
     def require(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Return when the bytes of all these ranges (start, end) are in the file and verified.
@@ -91,7 +87,8 @@ class CachedFile:
         self._require_blocks(self._blocks(ranges))
 
     def _require_blocks(self, blocks: Sequence[int]) -> None:
-        missing = self._missing(blocks)
+        with self._reporting_errors(), self._digests.open("r+b", buffering=0) as digests:
+            missing = self._missing(digests.fileno(), blocks)
         if len(missing) == 1:
             self._obtain(missing[0])
         elif missing:
@@ -115,7 +112,7 @@ class CachedFile:
             num_fetched = 0
             with self._reporting_errors():
                 cache_blocks.share_blocks(digests.fileno(), blocks)
-                if self._missing(blocks):  # freed meanwhile
+                if self._missing(digests.fileno(), blocks):  # freed meanwhile
                     cache_blocks.unlock_all(digests.fileno())
                     num_fetched = sum(self._lock_for_reading(digests.fileno(), block) for block in blocks)
                 self._mark_used(blocks)
@@ -127,11 +124,13 @@ class CachedFile:
         size, last = self._block_bytes, len(self._verified)
         return sorted({block for start, end in ranges for block in range(start // size, min(-(-end // size), last))})
 
-    def _missing(self, blocks: Sequence[int]) -> list[int]:
-        """Blocks that this process has not verified yet, or that were freed since."""
-        is_stored: list[bool] = np.any(self._mapped_digests[list(blocks)], axis=1).tolist()
+    def _missing(self, digests: int, blocks: Sequence[int]) -> list[int]:
+        """Blocks that this process has not verified yet, or that were freed since.
+
+        The hashes are not mapped: on a tmpfs that is full, touching a page of a sparse file kills the process (SIGBUS).
+        """
         return [
-            block for block, stored in zip(blocks, is_stored, strict=True) if not (stored and self._verified[block])
+            block for block in blocks if not (self._verified[block] and any(cache_blocks.read_digest(digests, block)))
         ]
 
     def _obtain(self, block: int) -> None:
@@ -163,7 +162,7 @@ class CachedFile:
             if not is_there:
                 content = self._fetch(start, end)
                 cache_blocks.write_digest(digests, block, NO_DIGEST)  # a crash now leaves a block without a hash
-                os.pwrite(file.fileno(), content, start)
+                cache_blocks.write_all(file.fileno(), content, start)
                 cache_blocks.write_digest(digests, block, _sha256(content))
         self._verified[block] = 1
         return 0 if is_there else end - start
