@@ -30,7 +30,7 @@ from harness.core.events import (
 from harness.sentinel.detect.detectors import Detectors
 from harness.sentinel.device.slots import DIGEST_BITS
 from harness.sentinel.policy.incident_log import IncidentLog
-from harness.sentinel.policy.log_events import DecisionKey, JudgedRecord, decision_key, drop_known
+from harness.sentinel.policy.log_events import DecisionKey, JudgedRecord, PolicyEvent, decision_key, drop_known
 from harness.sentinel.policy.open_incident import IncidentVerdict
 from harness.sentinel.policy.policy import Policy
 
@@ -142,6 +142,7 @@ class Sentinel:
             "policy": self.policy.state(),
             "digest": self.digest,
             "decided": [list(key) for key in self.decided],
+            "incidents": self.incident_log.state(),
         }
 
     def copy(self) -> Self:
@@ -163,14 +164,29 @@ class Sentinel:
             self.policy = Policy.restore(self.cfg.policy, memory["policy"], lag=self.cfg.lag)
             self.digest = memory["digest"]
             self.decided = memory.get("decided", [])
+            self.incident_log = IncidentLog.restore(memory["incidents"]) if "incidents" in memory else IncidentLog()
+        since = list(since)
         for event, _ in self.policy.fold(drop_known(since, self.decided)):
-            match event:
-                case JudgedRecord():
-                    self.decided = []
-                case Action() | Outcome():
-                    self.decided.append(decision_key(event))
-                case _:
-                    pass
+            self._follow(event)
+        self.incident_log.end_resume(since, self.policy.policy_state)
+
+    def _follow(self, event: JudgedRecord | PolicyEvent) -> None:
+        """Update what is kept beside the policy from an event that it has processed. Records that a restore undid, and
+        those after a halt, were only logged."""
+        policy_state = self.policy.policy_state
+        match event:
+            case JudgedRecord(record, findings):
+                self.decided = []
+                if not policy_state.is_awaiting and not policy_state.is_halted:
+                    self.incident_log.on_record(record, findings, policy_state)
+            case Action():
+                self.decided.append(decision_key(event))
+                self.incident_log.on_action(event)
+            case Outcome():
+                self.decided.append(decision_key(event))
+                self.incident_log.close_ended(event.time, event.iteration, policy_state)
+            case _:
+                pass
 
 
 def _extend_digest(digest: int, value: object) -> int:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness.core.event_json import to_json
-from harness.core.events import Action, ActionKind, Event, Outcome, RunStarted
+from harness.core.events import Action, ActionKind, Event, Incident, Outcome, RunStarted
 from harness.sentinel.policy.policy import Policy
 from harness.sentinel.policy.policy_state import RESTORES
 from harness.sentinel.sentinel import Sentinel
@@ -92,6 +92,30 @@ def resumed(run: LoggedRun, memory: dict[str, Any], iteration: int, directory: P
     return sentinel
 
 
+def continued(run: LoggedRun, iteration: int, directory: Path) -> LoggedRun:
+    """The next start of a run, which resumes from its checkpoint of this iteration."""
+    again = LoggedRun()
+    again.sentinel = resumed(run, run.memories[iteration], iteration, directory)
+    again.iteration, again.step = run.iteration, run.step
+    again.sentinel.policy.policy_state.resume(again.iteration, again.step)
+    again.sentinel.rewind(as_stored(run.sentinel))  # the detectors of both see the same records
+    return again
+
+
+def incidents_of(run: LoggedRun) -> list[dict[str, Any]]:
+    return [asdict(event) for event in run.log if isinstance(event, Incident)]
+
+
+def with_nan_gradient() -> LoggedRun:
+    """An incident that is open at the end: rank 1 had a NaN gradient at iteration 100."""
+    run = LoggedRun()
+    run.iterate_clean(99)
+    run.iterate(is_rejected=True, group_grad_norms={"embedding": 0.3, "head": math.nan})
+    run.iterate_clean(60)
+    assert incidents_of(run) == []
+    return run
+
+
 def with_rejections(*, last: int) -> LoggedRun:
     """Two rejected updates; the second is that of iteration `last`, and 20 clean ones follow."""
     run = LoggedRun()
@@ -155,3 +179,42 @@ def test_a_checkpoint_of_an_earlier_version_resumes_as_before(tmp_path: Path) ->
     memory = {key: run.memories[119][key] for key in ("detectors", "policy", "digest")}
     again = resumed(run, memory, 119, tmp_path)
     assert again.policy.state() == run.sentinel.policy.state()
+
+
+@pytest.mark.parametrize("iteration", [99, 100, 150])
+def test_an_incident_that_was_open_at_a_restart_is_reported_completely(iteration: int, tmp_path: Path) -> None:
+    """Also if the checkpoint is older than the incident, or of its iteration."""
+    run = with_nan_gradient()
+    again = continued(run, iteration, tmp_path)
+    for each in (run, again):
+        each.iterate_clean(CFG.policy.clean_steps)
+    (reported,) = incidents_of(again)
+    assert [reported] == incidents_of(run)
+    assert (reported["ranks"], reported["groups"], reported["cursors"]) == ([1], ["head"], [99])
+    assert (reported["last"], reported["actions"]) == (100, ["skip"])
+
+
+def test_an_incident_is_reported_once_although_a_resume_closes_it_again(tmp_path: Path) -> None:
+    run = with_nan_gradient()
+    run.iterate_clean(CFG.policy.clean_steps)
+    assert len(incidents_of(run)) == 1
+    again = continued(run, 150, tmp_path)
+    assert again.sentinel.drain_events() == []
+    run.log = [event for event in run.log if not isinstance(event, Incident)]
+    (reported,) = continued(run, 150, tmp_path).sentinel.drain_events()
+    assert (reported.ranks, reported.is_open) == ([1], False), "its line was lost"
+
+
+def test_a_record_that_a_restore_undid_does_not_prolong_its_incident(tmp_path: Path) -> None:
+    run = restored(num_in_flight=1)
+    run.log[-2] = replace(healthy(run.iteration), step=run.step, refused=True)
+    again = resumed(run, run.memories[120], 120, tmp_path)
+    assert again.drain_events(last=True)[0].last == run.sentinel.drain_events(last=True)[0].last == 121
+
+
+def test_a_restart_after_a_halt_forgets_its_incident(tmp_path: Path) -> None:
+    run = with_nan_gradient()
+    given: dict[str, Any] = {"time": 0.0, "iteration": run.iteration, "step": run.step}
+    run.log.append(Action(kind=ActionKind.halt, incident=1, reason="", onset=100, **given))
+    run.log.append(RunStarted(time=0.0, iteration=run.iteration, world_size=2, num_steps=900, step=run.step))
+    assert resumed(run, run.memories[150], 150, tmp_path).incident_log.entries == {}

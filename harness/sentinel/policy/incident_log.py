@@ -3,7 +3,8 @@
 Why: an `OpenIncident` drops what no decision needs: the ranks and layers that were named, the findings of a rejected
 update, the batches that were blamed before the first restore. Reports need all of that.
 How: it follows the policy state. A finding belongs to the open incident that had a finding in the same iteration, or
-else to the newest one. An entry becomes an `Incident` event when its incident is closed.
+else to the newest one. An entry becomes an `Incident` event when its incident is closed. Entries are part of the
+sentinel's state in a checkpoint, and follow the events that were logged since.
 Left out: findings that open no incident (slow, duplicate_batch) while none is open; the event log has them.
 """
 
@@ -11,10 +12,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, final
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self, final
 
-from harness.core.events import ABOUT_SPEED, Action, Finding, FindingKind, Incident, ReducedRecord
+from harness.core.events import ABOUT_SPEED, Action, Event, Finding, FindingKind, Incident, ReducedRecord
 from harness.sentinel.policy.open_incident import OpenIncident
 from harness.sentinel.policy.policy_state import PolicyState
 
@@ -30,6 +31,22 @@ class IncidentLog:
     """Incident number -> entry, of the open incidents."""
     ended: list[Incident] = field(default_factory=list)
     """Closed and not drained yet."""
+
+    def state(self) -> dict[str, Any]:
+        """Plain data that JSON can hold."""
+        return {"entries": [asdict(entry) for entry in self.entries.values()], "ended": list(map(asdict, self.ended))}
+
+    @classmethod
+    def restore(cls, state: dict[str, Any]) -> Self:
+        entries = [Incident(**entry) for entry in state["entries"]]
+        return cls({entry.number: entry for entry in entries}, [Incident(**entry) for entry in state["ended"]])
+
+    def end_resume(self, since: Iterable[Event], policy_state: PolicyState) -> None:
+        """Drop what an earlier start has logged, and the entries of incidents that a restart after a halt dropped."""
+        logged = {event.number for event in since if isinstance(event, Incident) and not event.is_open}
+        self.ended = [entry for entry in self.ended if entry.number not in logged]
+        open_numbers = {incident.number for incident in policy_state.open_incidents}
+        self.entries = {number: entry for number, entry in self.entries.items() if number in open_numbers}
 
     def on_record(self, record: ReducedRecord, findings: Sequence[Finding], policy_state: PolicyState) -> None:
         """Add one iteration; called after the policy has processed it."""

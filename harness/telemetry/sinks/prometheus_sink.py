@@ -181,6 +181,9 @@ def update_values(values: dict[str, float | str], event: Event) -> None:
             values |= {"harness_running": 1, "harness_world_size": event.world_size}
             values["harness_num_steps"] = event.num_steps
             values.pop("harness_exit_code", None)
+        case Incident():  # an incident that is still open at the end of a start has more than one event
+            known = float(values.get("harness_incidents_total", 0.0))
+            values["harness_incidents_total"] = max(known, float(event.number))
         case RunEnded():
             values |= {"harness_running": 0, "harness_exit_code": event.exit_code}
         case _:
@@ -198,8 +201,6 @@ def counted_series(event: Event) -> Iterator[str]:
             yield f'harness_findings_total{{kind="{event.kind}"}}'
         case Action():
             yield f'harness_actions_total{{kind="{event.kind}"}}'
-        case Incident():
-            yield "harness_incidents_total"
         case CheckpointSaved():
             yield "harness_checkpoints_total"
         case CheckpointFailed():

@@ -82,26 +82,23 @@ def scrape(run: RunDir) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
     return found
 
 
+def incident(number: int, **facts: Any) -> Incident:
+    at: dict[str, Any] = {"time": 0.0, "iteration": 3}
+    return Incident(**at, number=number, kinds=["nonfinite"], onset=2, onset_step=2, last=2, last_step=2, **facts)
+
+
 def events_of_a_run(make_step: MakeStep, started: RunStarted) -> list[Event]:
     at: dict[str, Any] = {"time": started.time, "iteration": 3}
     rich = make_step(
         4, mfu=0.5, memory_bytes=10**9, group_grad_norms={'head "x"\\': 0.25}, source_losses={"web": 1.5, "code": 2.5}
     )
-    incident: dict[str, Any] = {
-        "number": 1,
-        "kinds": ["nonfinite"],
-        "onset": 2,
-        "onset_step": 2,
-        "last": 2,
-        "last_step": 2,
-    }
     return [
         started,
         *(make_step(iteration) for iteration in range(3)),
         make_step(3, loss=math.nan, refused=True),
         Finding(**at, kind=FindingKind.nonfinite, step=3, onset=3, value=1.0, bound=0.0, message="m"),
         Action(**at, kind=ActionKind.skip, step=3, incident=1, reason="r", onset=3),
-        Incident(**at, verdict="cured", **incident),
+        incident(1, verdict="cured"),
         CheckpointSaved(**at, step=3, directory="d", seconds=1.5, bytes=10**9),
         EvalRecord(**at, step=3, loss=2.5, tokens=10),
         rich,
@@ -144,6 +141,19 @@ def test_a_scrape_has_the_newest_values_and_counters(
             urllib.request.urlopen(f"http://{sink.address}/", timeout=10)
         assert sink.address.startswith("127.0.0.1:")
     assert not target_file(run).exists()
+
+
+def test_an_incident_that_was_open_at_restarts_counts_once(make_run: MakeRun, started: RunStarted) -> None:
+    run, cfg = make_run(**ON)
+    append(run, started, incident(1, verdict="open", is_open=True), started, incident(1, verdict="open", is_open=True))
+    with serving(run, cfg) as sink:
+        assert scrape(run)["harness_incidents_total"] == {(): 1.0}
+        append(run, started, incident(1, verdict="cured"))
+        send_all(run, sink)
+        assert scrape(run)["harness_incidents_total"] == {(): 1.0}
+        append(run, incident(3, verdict="cured"), incident(2, verdict="cured"))
+        send_all(run, sink)
+        assert scrape(run)["harness_incidents_total"] == {(): 3.0}
 
 
 def test_counters_continue_after_a_restart(make_run: MakeRun, make_step: MakeStep, started: RunStarted) -> None:
