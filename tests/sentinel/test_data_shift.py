@@ -81,6 +81,32 @@ def test_damage_early_in_a_run_is_not_hidden_by_the_fast_descent() -> None:
     assert plant.damage == 1.0
 
 
+def test_easier_data_of_a_planned_phase_does_not_make_a_healthy_state_look_damaged() -> None:
+    """The training loss halves in the phase, that of the held-out rows does not. Later the data gets harder again."""
+    plant = Plant(
+        planned(),
+        hardness=lambda batch: 1.0 if batch < SHIFT else 0.5 if batch < SHIFT + 100 else 1.0,
+        save_every=SHIFT - 10,
+    )
+    plant.train(SHIFT + 150)
+    taken = plant.actions()
+    assert DRASTIC.isdisjoint(taken), taken
+    assert taken[ActionKind.accept] == 1, taken
+
+
+def test_damage_after_a_planned_phase_of_easier_data_leads_to_a_restore() -> None:
+    plant = Plant(
+        planned(),
+        hardness=lambda batch: 1.0 if batch < SHIFT else 0.5,
+        damaged_at=SHIFT + 100,
+        damage_factor=1.6,
+        save_every=SHIFT - 10,
+    )
+    plant.train(SHIFT + 200)
+    assert plant.actions()[ActionKind.rewind] == 1, plant.actions()
+    assert plant.damage == 1.0
+
+
 def test_without_a_check_a_data_shift_leads_to_a_restore() -> None:
     plant = shifted(config("sentinel.policy.budgets.check.per_run=0"), 1.6, 0.01, lasting=True)
     assert ActionKind.check not in plant.actions()

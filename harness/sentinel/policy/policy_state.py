@@ -100,8 +100,7 @@ class PolicyState:
         response_before = None if self.trial is None else self.response
         self.response = self.cure_for = self.remedy = None
         self.in_fp8 = record.in_fp8 is True
-        self.lineage.add(record)
-        self.progress = max(self.progress, record.step)
+        self._add_to_lineage(record)
         responder = self._make_responder()
         responses = responder.respond(record, findings)
         self.cure_for = responder.cure_for
@@ -242,6 +241,11 @@ class PolicyState:
             incident.target_step = min(target_step, outcome.step)
             self.cure_for = incident.number
 
+    def _add_to_lineage(self, record: ReducedRecord) -> None:
+        self.lineage.add(record)
+        self.held_out.on_record(record, self.lineage)
+        self.progress = max(self.progress, record.step)
+
     def _make_responder(self) -> RecordResponder:
         return RecordResponder(
             cfg=self.cfg,
@@ -255,8 +259,7 @@ class PolicyState:
     def _add_during_check(self, record: ReducedRecord, findings: Sequence[Finding]) -> None:
         """Store a record that was issued before the check; a rejected update counts for the checked incident. A finding
         that the check cannot judge replaces what led to it."""
-        self.lineage.add(record)
-        self.progress = max(self.progress, record.step)
+        self._add_to_lineage(record)
         incident = None if self.checking is None else self.find_incident(self.checking)
         if self.rejections.add(record) and incident is not None:
             add_rejection(incident, record, self.lineage)
@@ -312,6 +315,7 @@ class PolicyState:
             "suspects": self.suspects.state(),
             "fallback": self.fallback.state(),
             "health": self.held_out.state(),
+            "planned": self.held_out.state_of_edges(),
             "refusals": asdict(self.rejections),
             "cases": [incident.state() for incident in self.open_incidents],
             "demand": None if self.response is None else list(self.response),
@@ -332,7 +336,7 @@ class PolicyState:
             lineage=Lineage.restore(state["branch"]),
             suspects=SuspectSources.restore(state["suspects"]),
             fallback=PrecisionFallback.restore(state.get("fallback", {})),
-            held_out=HeldOutLevel.restore(state.get("health", [])),
+            held_out=HeldOutLevel.restore(state.get("health", []), state.get("planned", [])),
             rejections=Rejections(**state["refusals"]),
             response=None if response is None else Response(Rung(response[0]), *response[1:]),
             trial=None if trial is None else OpenTrial(**deepcopy(trial)),

@@ -298,6 +298,40 @@ class TestHeldOutLevel:
         held_out.add(self.measured(iteration=60, step=60, loss=6.0), rising)
         assert held_out.expected(121, rising) == 6.0, "a rise of the training loss does not raise the expected one"
 
+    def followed(self, losses: list[float], *, planned: range) -> tuple[Lineage, HeldOutLevel]:
+        """A run with one measurement, after iteration 60, and a window after a planned change."""
+        lineage, held_out = Lineage(), HeldOutLevel()
+        for iteration, loss in enumerate(losses, start=1):
+            now = replace(record(iteration, loss=loss), in_planned_change=iteration in planned)
+            lineage.add(now)
+            held_out.on_record(now, lineage)
+            if iteration == 60:
+                held_out.add(self.measured(iteration=60, step=60, loss=6.0), lineage)
+        return lineage, HeldOutLevel.restore(
+            json.loads(json.dumps(held_out.state())), json.loads(json.dumps(held_out.state_of_edges()))
+        )
+
+    def test_a_fall_in_the_window_after_a_planned_change_lowers_nothing(self) -> None:
+        """The training loss falls by 0.5 before the window, by 2 where it begins, and by 0.25 after it."""
+        losses = [5.0] * 60 + [4.5] * 60 + [2.5] * 60 + [2.25] * 60
+        lineage, held_out = self.followed(losses, planned=range(121, 171))
+        assert held_out.expected(120, lineage) == 5.5
+        assert held_out.expected(150, lineage) == 5.5, "within the window"
+        assert held_out.expected(181, lineage) == 5.5, "just after it"
+        assert held_out.expected(241, lineage) == 5.25, "the fall after it counts"
+        held_out.drop_after(165)
+        assert held_out.expected(241, lineage) == 5.5, "after a restore into the window its end is not reached yet"
+        held_out.drop_after(110)
+        assert held_out.expected(120, lineage) == 5.5
+        assert held_out.edges == []
+
+    def test_a_measurement_in_the_window_is_compared_from_its_end_on(self) -> None:
+        losses = [5.0] * 60 + [3.0] * 60 + [2.5] * 60
+        lineage, held_out = self.followed(losses, planned=range(41, 91))
+        assert held_out.expected(85, lineage) == 6.0
+        assert held_out.expected(121, lineage) == 6.0
+        assert held_out.expected(181, lineage) == 5.5
+
     def test_64_measurements_are_stored(self) -> None:
         lineage, held_out = self.lineage([3.0] * 5), HeldOutLevel()
         for iteration in range(70):
