@@ -15,6 +15,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from harness.config.errors import require
 from harness.config.schema import Config
 from harness.core.events import HeldOutMeasured
 from harness.core.state import RunState
@@ -22,7 +23,13 @@ from harness.data.batch import Batch
 from harness.data.batches import Batches, Share
 from harness.data.order.ledger import Ledger
 from harness.data.sources import held_out_recipe
+from harness.distributed.collectives import gather_results
 from harness.distributed.world import World
+
+NO_TARGETS = (
+    "gives held-out rows without a token to predict: with data.document_mask each of their tokens is a document of its "
+    "own; set more, or look at the end of the data and at data.eod_token"
+)
 
 
 @final
@@ -71,7 +78,9 @@ class HeldOut:
 
 
 def open_held_out(cfg: Config, held_out: Batches, *, world: World) -> HeldOut:
-    """Load this rank's share of the fixed rows onto its device."""
+    """Load this rank's share of the fixed rows onto its device. Rejects held-out rows without a token to predict."""
+    if cfg.eval.every_steps:
+        require_targets(held_out, min(cfg.eval.num_batches, len(held_out)), "eval.num_batches", cfg=cfg)
     if cfg.sentinel.held_out_rows == 0:
         return HeldOut([])
     micro = cfg.train.micro_batch_size or max(1, cfg.train.batch_size // world.num_data_ranks)
@@ -85,6 +94,21 @@ def open_held_out(cfg: Config, held_out: Batches, *, world: World) -> HeldOut:
         document_mask=cfg.data.document_mask,
     )
     try:
+        require_targets(fixed, 1, "sentinel.held_out_rows", cfg=cfg)
         return HeldOut(fixed[0].micro_batches(micro))
     finally:
         fixed.close()
+
+
+def require_targets(batches: Batches, num_batches: int, key: str, *, cfg: Config) -> None:
+    """Reject batches in which no rank has a token to predict: their mean loss would be 0 / 0. Collective.
+
+    Reads them up to the first one that has. Only a document mask ignores all targets of a row.
+    """
+    if not cfg.data.document_mask:
+        return
+
+    def has_targets(index: int) -> bool:
+        return any(gather_results(lambda: batches[index].has_targets()))
+
+    require(any(map(has_targets, range(num_batches))), key, NO_TARGETS)

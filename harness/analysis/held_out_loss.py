@@ -13,12 +13,14 @@ from pathlib import Path
 import torch
 
 from harness.analysis.sampling import load_model
+from harness.config.errors import require
 from harness.config.schema import Config
 from harness.core.rundir import RunDir
 from harness.data.batch import Batch
 from harness.data.batches import Batches, Share
 from harness.data.order.ledger import Ledger
 from harness.data.sources import held_out_recipe, open_sources, read_recorded_data
+from harness.held_out import NO_TARGETS
 
 
 def read_held_out_rows(cfg: Config, run: RunDir, *, num_rows: int, device: torch.device) -> list[Batch]:
@@ -32,7 +34,9 @@ def read_held_out_rows(cfg: Config, run: RunDir, *, num_rows: int, device: torch
         document_mask=cfg.data.document_mask,
     )
     with closing(batches):
-        return batches[0].micro_batches(cfg.train.micro_batch_size or 1)
+        batch = batches[0]
+        require(batch.has_targets(), "--eval-rows", NO_TARGETS)
+        return batch.micro_batches(cfg.train.micro_batch_size or 1)
 
 
 @torch.no_grad()

@@ -34,6 +34,10 @@ class Batch(NamedTuple):
         """Whether all rows are padding."""
         return self.is_own is not None and not self.is_own.any()
 
+    def has_targets(self) -> bool:
+        """Whether a token is predicted. Waits for the device."""
+        return bool((self.targets != IGNORED).any())  # sync: only at a start, and offline
+
     def micro_batches(self, most: int | None) -> list[Batch]:
         """Split the rows, in order, into as few equal parts as `most` rows per part allow; None: one part."""
         num_rows = len(self.inputs)
