@@ -3,8 +3,9 @@
 Why: a scenario tests one known fault. Real failures are often unforeseen combinations.
 How: a round is a pure function of (seed, number): one to three scenarios, with their faults moved to other iterations
 and ranks, far enough apart to be distinguished. All rounds share one twin, so only scenarios with the common
-training config take part. A round is lost if its run does not end as expected or breaks one of the promised bounds
-(`PROMISED`). A fault that was survived but not detected is counted, and is not a loss.
+training config take part. A round is lost if its run does not end as expected, if a promised bound (`PROMISED`) is
+broken or was not measured, or if the run passed a planned fault that did not strike. A fault that was survived but not
+detected is counted, and is not a loss.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from harness.core.rundir import MAY_DIFFER
 from harness.drills import scenario as scenarios
 from harness.drills.drill_record import DrillEvidence
 from harness.drills.scenario import Bounds, Expected, Scenario
-from harness.drills.score import BoundStatus, check_bounds, detect, format_value, score
+from harness.drills.score import Bound, BoundStatus, check_bounds, detect, format_value, score
 from harness.drills.score_card import align_columns, markdown_table
-from harness.faults.fault_plan import Fault, FaultKind, FaultPlan
+from harness.faults.fault_plan import DATA_FAULTS, Fault, FaultKind, FaultPlan
 
 MOST_FAULTS = 3
 EARLIEST = 60
@@ -97,6 +98,11 @@ def check_length(num_steps: int) -> None:
     require(num_steps >= least, "train.num_steps", f"must be at least {least} for a campaign, got {num_steps}")
 
 
+def check_evaluation(every_steps: int) -> None:
+    """Reject runs without a held-out loss, which the promised bounds compare with that of the twin."""
+    require(every_steps > 0, "eval.every_steps", f"must be positive for a campaign, got {every_steps}")
+
+
 def make_plan(drawn: Sequence[DrawnFault], *, seed: int, number: int) -> FaultPlan:
     return FaultPlan(
         seed=random.Random(f"{seed}/{number}/plan").randrange(2**31), faults=[fault.fault for fault in drawn]
@@ -143,11 +149,11 @@ class Round:
     loss_gap: float | None
     starts: int
     failures: list[str]
-    """Promised bounds that were broken; empty: the run survived."""
+    """Why the round is lost; empty: the run survived."""
 
 
 PROMISED = ("survived", "identical", "loss_gap")
-"""Bounds whose breach makes a round lost."""
+"""Bounds whose breach makes a round lost; also if they were not measured."""
 
 
 def score_round(drawn: Sequence[DrawnFault], victim: DrillEvidence, twin: DrillEvidence, *, number: int) -> Round:
@@ -155,14 +161,14 @@ def score_round(drawn: Sequence[DrawnFault], victim: DrillEvidence, twin: DrillE
     scenario = merge_scenarios(drawn, "")
     measured = score(scenario, victim, twin)
     detections = [detect(fault.scenario.expected, fault.fault, place, victim) for place, fault in enumerate(drawn)]
-    broken = [
-        bound
-        for bound in check_bounds(scenario, measured)
-        if bound.name in PROMISED and bound.verdict is BoundStatus.broken
-    ]
-    failures = [f"{bound.name}: {format_value(bound.measured)}, wanted {bound.wanted}" for bound in broken]
+    failures = [failure_text(bound) for bound in check_bounds(scenario, measured) if is_lost(bound)]
     if not measured.survived:
         failures.append(f"ended with exit code {victim.exit_code} at step {victim.step} of {victim.num_steps}")
+    failures += [
+        f"{fault} did not strike"
+        for fault, detection in zip(drawn, detections, strict=True)
+        if detection.since == 0 and has_passed(fault.fault, victim)
+    ]
     return Round(
         number=number,
         faults=[str(fault) for fault in drawn],
@@ -175,6 +181,24 @@ def score_round(drawn: Sequence[DrawnFault], victim: DrillEvidence, twin: DrillE
         starts=measured.starts,
         failures=failures,
     )
+
+
+def is_lost(bound: Bound) -> bool:
+    """Whether a promised bound was broken or not measured."""
+    return bound.name in PROMISED and bound.verdict in (BoundStatus.broken, BoundStatus.unmeasured)
+
+
+def failure_text(bound: Bound) -> str:
+    measured = bound.verdict if bound.verdict is BoundStatus.unmeasured else format_value(bound.measured)
+    return f"{bound.name}: {measured}, wanted {bound.wanted}"
+
+
+def has_passed(fault: Fault, victim: DrillEvidence) -> bool:
+    """Whether a fault had to strike: the run reached its iteration, or read one of its batches, which an earlier
+    incident may have excluded."""
+    if fault.kind in DATA_FAULTS:
+        return any(fault.strikes_at(record.cursor) for record in victim.records)
+    return any(record.iteration >= fault.at for record in victim.records)
 
 
 def round_line(done: Round) -> str:

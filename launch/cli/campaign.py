@@ -48,7 +48,8 @@ TWIN_LIMIT_S = 600.0
 DESCRIPTION = """\
 Draw faults, iterations and ranks at random, one round after another until the time is over, and report which runs
 survived. Everything is drawn from the seed: --round repeats a single round. Writes runs/campaign-SEED with a directory
-for each round, campaign.json and campaign.md. Exit code 0 only if all runs survived.
+for each round, campaign.json and campaign.md. Exit code 0 only if all runs survived: each ended as expected, met its
+faults, and kept the promised weights or held-out loss of the twin.
 
 With --infrastructure: one run of about M minutes that meets a fault of processes, disk or network every S seconds, and
 a twin without faults. --fault repeats a single fault. Writes runs/campaign-SEED-infrastructure. Exit code 0 only if no
@@ -74,6 +75,7 @@ def main(argv: Sequence[str]) -> int:
     known = campaigns.mixable_scenarios()
     cfg = configure_drill(campaigns.training_overrides(known), args.overrides)
     campaigns.check_length(cfg.train.num_steps)
+    campaigns.check_evaluation(cfg.eval.every_steps)
     root = Path(cfg.run.dir) / f"campaign-{args.seed}"
     clear_rounds(root, keep_rounds=args.round is not None)
     twin_run = RunDir(root / "twin")

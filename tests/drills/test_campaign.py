@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -10,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.config.errors import ConfigError
-from harness.core.events import ActionKind, FindingKind
+from harness.core.events import ActionKind, EvalRecord, FindingKind, StepRecord
 from harness.drills import campaign
 from harness.drills.campaign import EARLIEST, MARGIN, MOST_FAULTS, DrawnFault
 from harness.drills.drill_record import DrillEvidence
 from harness.drills.scenario import Bounds, Expected, Scenario
 from harness.faults.fault_plan import FaultKind
+from launch.cli import campaign as command
 from tests import composed
 from tests.drills import logs
 
@@ -91,12 +93,43 @@ def test_a_survived_round() -> None:
     )
 
 
-def test_a_round_with_an_undetected_fault_and_one_that_never_struck() -> None:
+def test_an_undetected_fault_is_no_loss_and_one_that_did_not_strike_is() -> None:
     victim = logs.killed_and_resumed()
     victim.faults.append(logs.strike(15, number=1))
+    done = campaign.score_round(drawn("kill_rank", "nan_grad"), victim, logs.clean(), number=0)
+    assert (done.injected, done.detected, done.failures) == ([True, True], [True, False], [])
     done = campaign.score_round(drawn("kill_rank", "nan_grad", "nan_grad"), victim, logs.clean(), number=0)
     assert (done.injected, done.detected) == ([True, True, False], [True, False, None])
-    assert not done.failures
+    assert done.failures == ["nan_grad at 15 on rank 1 did not strike"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "at", "did_pass"),
+    [("nan_grad", 20, True), ("nan_grad", 21, False), ("poisoned_batch", 19, True), ("poisoned_batch", 15, False)],
+)
+def test_a_fault_must_strike_only_if_the_run_reached_it(kind: str, at: int, did_pass: bool) -> None:
+    """Iterations 1 to 20 read batches 0 to 19, without batch 15, which is excluded."""
+    twin = logs.clean()
+    events = [event for event in twin.events if not (isinstance(event, StepRecord) and event.cursor == 15)]
+    victim = replace(twin, events=events)
+    scenario = logs.scenario(bounds=Bounds(loss_gap=0.1), kind=FaultKind(kind), at=at)
+    done = campaign.score_round([DrawnFault(name=kind, scenario=scenario)], victim, twin, number=0)
+    assert done.failures == did_pass * [f"{kind} at {at} on rank 1 did not strike"]
+
+
+def test_a_promise_that_was_not_measured_is_a_loss() -> None:
+    victim = logs.clean()
+    victim.faults.append(logs.strike(15))
+    unmeasured = [event for event in victim.events if not isinstance(event, EvalRecord)]
+    done = campaign.score_round(drawn("nan_grad"), replace(victim, events=unmeasured), logs.clean(), number=0)
+    assert done.failures == ["loss_gap: not measured, wanted at most 0.1"]
+    result = campaign.Campaign(seed=0, minutes=1.0, words=[], rounds=[done])
+    assert not result.survived
+
+
+def test_a_campaign_without_evaluation_is_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"^eval.every_steps: must be positive for a campaign, got 0$"):
+        command.main(["eval.every_steps=0"])
 
 
 def test_a_lost_round_lists_the_broken_promises() -> None:
