@@ -35,7 +35,7 @@ from harness.distributed.context import join_context, split_of
 from harness.distributed.determinism import DeterministicSettings
 from harness.distributed.fsdp import gather_before_forward, shard
 from harness.distributed.reduce_scatter import CommStats
-from harness.distributed.world import World, device_memory_bytes
+from harness.distributed.world import World, device_memory_bytes, may_wait_for_this_rank
 from harness.held_out import HeldOut, open_held_out
 from harness.model.attention_layer import attention_backend, check_chunks, find_te_obstacle
 from harness.model.init import initialize
@@ -249,12 +249,13 @@ def open_rank_data(cfg: Config, world: World, ledger: Ledger, recorded: Recorded
 
 @contextmanager
 def closing_parts(parts: Parts) -> Iterator[Parts]:
-    """Close the parts after a run, but not after a crash: a thread may wait for ranks that never answer, and the crash
-    would not be reported."""
+    """Close the parts after a run, but not after a crash or an error of one rank: a thread may wait for ranks that
+    never answer, and the error would not be reported."""
     try:
         yield parts
-    except ConfigError:
-        parts.close()
+    except ConfigError as error:
+        if not may_wait_for_this_rank(error, parts.world):
+            parts.close()
         raise
     parts.close()
 

@@ -381,8 +381,9 @@ def train_opened_run(
 def main() -> int:
     """Entry point of `torchrun --nproc-per-node N -m harness.train key=value ...`.
 
-    An error that all ranks have is printed by rank 0. A rank that fails before it has joined the others prints it
-    itself, because rank 0 waits for it; of invalid arguments, only the first rank of a machine does.
+    An error that all ranks have is printed by rank 0. A rank that fails before it has joined the others, or in data
+    that only it reads, prints the error itself, because rank 0 waits for it; of invalid arguments, only the first rank
+    of a machine does.
     """
     rank, _, local_rank = rank_from_environment()
     prints = local_rank == 0
@@ -392,8 +393,12 @@ def main() -> int:
         return run_worker(cfg)
     except (ConfigError, StorageError) as error:
         if rank == 0 or (prints and not error.is_shared):
-            print(f"harness: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr)
-        return EXIT_INTERRUPTED if isinstance(error, StorageError) else EXIT_BAD_CONFIG
+            print(f"harness: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr, flush=True)
+        code = EXIT_INTERRUPTED if isinstance(error, StorageError) else EXIT_BAD_CONFIG
+        if error.is_of_one_rank and not error.is_shared:
+            sys.stdout.flush()
+            os._exit(code)  # as below
+        return code
     except Exception:
         traceback.print_exc()
         sys.stderr.flush()

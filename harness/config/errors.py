@@ -14,6 +14,8 @@ class ConfigError(Exception):
 
     is_shared = False
     """It is raised on all ranks, and rank 0 prints it."""
+    is_of_one_rank = False
+    """It was found in data that only this rank reads: the other ranks may wait for this one in a collective."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(f"{key}: {message}" if key else message)
@@ -28,7 +30,8 @@ class StorageError(OSError):
     a run is 75. Constructed like `OSError`: errno, problem, path."""
 
     is_shared = False
-    """As of `ConfigError`."""
+    is_of_one_rank = False
+    """Both as of `ConfigError`."""
 
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}"

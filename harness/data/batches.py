@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from harness.config.errors import require
+from harness.config.errors import ConfigError, StorageError, require
 from harness.core.batch_shares import Sharing
 from harness.core.batch_sizes import BatchSize, BatchSizes
 from harness.data.batch import IGNORED, Batch
@@ -302,7 +302,11 @@ class Batches:
 
     def _compute(self, index: int, mixture: Mixture, buffers: _Buffers) -> _HostBatch:
         begun_s = time.perf_counter()
-        host_batch = self._fill(index, mixture, buffers)
+        try:
+            host_batch = self._fill(index, mixture, buffers)
+        except (ConfigError, StorageError) as error:
+            error.is_of_one_rank = True
+            raise
         self._compute_s = time.perf_counter() - begun_s
         return host_batch
 

@@ -148,7 +148,7 @@ def enter_on_all_ranks(manager: AbstractContextManager[T]) -> Iterator[T]:
 def _shared(error: Exception) -> Exception:
     """An error that is about to be raised on all ranks; rank 0 prints it."""
     if isinstance(error, ConfigError | StorageError):
-        error.is_shared = True
+        error.is_shared, error.is_of_one_rank = True, False
     return error
 
 

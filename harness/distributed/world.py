@@ -226,16 +226,23 @@ def connected(cfg: ParallelConfig, *, ranks_per_gpu: int = 1) -> Iterator[World]
 
     After an exception the group is not destroyed: destroying waits for the other ranks, which may wait for this one,
     and the traceback would never be printed. The process is about to end anyway. A `ConfigError` is raised on all
-    ranks, so all of them can leave in order.
+    ranks, so all of them can leave in order, unless it is about data that only this rank reads.
     """
     world = connect(cfg, ranks_per_gpu=ranks_per_gpu)
     try:
         yield world
     except ConfigError as error:
+        if may_wait_for_this_rank(error, world):
+            raise
         error.is_shared = True
         disconnect()
         raise
     disconnect()
+
+
+def may_wait_for_this_rank(error: ConfigError, world: World) -> bool:
+    """Whether other ranks may wait in a collective for the rank that raises this error."""
+    return error.is_of_one_rank and world.size > 1
 
 
 def disconnect() -> None:

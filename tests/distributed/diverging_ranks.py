@@ -6,17 +6,22 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import torch.distributed as dist
 
 from harness import build as building
 from harness import resume, train
+from harness.config.errors import ConfigError
 from harness.config.schema import Config
+from harness.core.rundir import RunDir
 from harness.data.order.ledger import Ledger
+from harness.distributed.world import connected
 from harness.faults.site import intercept
 from harness.run import Run
 from tests.distributed.cases import tiny
@@ -54,6 +59,22 @@ def run_rank(cfg: Config, change: Change = lambda _: None) -> RankResult:
     except Exception as error:
         return RankResult(None, f"{type(error).__name__}: {error}")
     return RankResult(code, iteration=captured[0].state.iteration)
+
+
+def leave_with_error(is_of_one_rank: bool) -> tuple[bool, bool]:
+    """Leave the contexts of a run by an error: whether the group was destroyed, and whether the parts were closed."""
+    cfg, closed = tiny(), []
+    error = ConfigError("key", "wrong")
+    error.is_of_one_rank = is_of_one_rank
+    with (
+        patch.object(building.Parts, "close", lambda parts: closed.append(parts)),
+        suppress(ConfigError),
+        connected(cfg.parallel) as world,
+        building.closing_parts(building.build(cfg, world, RunDir(Path("/nonexistent")))) as parts,
+    ):
+        raise error
+    parts.close()
+    return not dist.is_initialized(), closed == [parts]
 
 
 def evaluate_on_rank_1(run: Run) -> None:

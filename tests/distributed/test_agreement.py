@@ -114,6 +114,13 @@ def test_a_group_is_not_destroyed_after_a_crash() -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize(("size", "is_of_one_rank"), [(2, True), (2, False), (1, True)])
+def test_a_rank_leaves_in_order_if_no_other_may_wait_for_it(ranks: Pool, size: int, is_of_one_rank: bool) -> None:
+    leaves_in_order = size == 1 or not is_of_one_rank
+    left = ranks.run(size, diverging_ranks.leave_with_error, is_of_one_rank)
+    assert left == [(leaves_in_order, leaves_in_order)] * size
+
+
 @pytest.mark.parametrize(
     ("overrides", "environment", "line"),
     [

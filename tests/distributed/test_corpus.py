@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from harness.data.corpus.token_files import IndexedWriter
+from harness.data.order.ledger import Ledger
+from harness.data.sources import open_data
 from tests.distributed import cases
 from tests.distributed.pool import Pool
+from tests.forks import Launched
 
 pytestmark = pytest.mark.full
 
@@ -146,3 +151,29 @@ def test_added_files_and_another_batch_size_repeat_nothing_and_skip_nothing(rank
     added = f"3 files: {corpus}/shard-0.bin was added"
     assert changes[0]["data.sources.main.files"] == ["2 files", added]
     assert changes[1]["train.batch_size"] == [4, 6]
+
+
+def put_bad_id_into_batch(corpus: Path, number: int, *, row: int) -> str:
+    """Write an id above the vocabulary into one row of a global batch; returns the error that names it."""
+    cfg = cases.tiny(*STEPS, f"data.sources.main.paths=[{corpus}/*.bin]", directory=str(corpus.parent))
+    batches, held_out = open_data(cfg, rank=0, world_size=1, device=torch.device("cpu"), ledger=Ledger())
+    shard, first = batches.origins(number)[row][:2]
+    path = corpus / Path(shard).name
+    tokens = np.fromfile(path, np.uint16)
+    tokens[first + 3] = 60000
+    tokens.tofile(path)
+    batches.close()
+    held_out.close()
+    return f"data.sources.main.paths: {path}: token {first + 3} is id 60000, must be in 0 .. 255 (model.vocab_size)"
+
+
+def test_torchrun_prints_an_error_in_the_rows_of_one_rank(corpus: Path) -> None:
+    error = put_bad_id_into_batch(corpus, 6, row=3)
+    rendezvous = ("--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0")
+    overrides = [*cases.TINY, *STEPS, f"data.sources.main.paths=[{corpus}/*.bin]", "train.num_steps=20"]
+    command = ("torch.distributed.run", *rendezvous, "-m", "harness.train", *overrides, f"run.dir={corpus.parent}")
+    with Launched(*command, "launch.nproc=2", output=corpus.parent / "output") as done:
+        assert done.wait(timeout=200) != 0
+    lines = done.stderr.splitlines()
+    assert lines.count(f"harness: rank 1: {error}") == 1
+    assert re.search(r"rank +: 1 .*\n +exitcode +: 2 ", done.stderr)
