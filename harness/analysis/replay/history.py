@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, final
 from harness.config.errors import ConfigError
 from harness.core.events import Action, CheckpointSaved, Finding, Outcome, RunStarted, StepRecord
 from harness.core.rundir import RunDir
+from harness.sentinel.policy.incident_log import INFORMATIVE
 from harness.sentinel.policy.policy_state import RESTORES
 from harness.telemetry.event_log import read_non_step_events, read_steps
 
@@ -93,13 +94,29 @@ def guilty_step(history: History, incident: int) -> StepRecord:
         numbers = ", ".join(map(str, known)) or "none"
         raise ConfigError("--incident", f"no incident {incident}; incidents of this run: {numbers}")
     last = actions[0].iteration
-    onsets = [found.onset for found in history.findings if actions[0].onset <= found.iteration <= last]
-    first = min([actions[0].onset, *onsets])
+    first = _onset_of(actions[0], history.findings)
     records = read_steps(history.log, first, last)
     refused = [record for record in records if record.refused]
     if not records:
         raise ConfigError("--incident", f"the log has no step between iterations {first} and {last}")
     return (refused or records)[0]
+
+
+def _onset_of(action: Action, findings: Sequence[Finding]) -> int:
+    """The iteration where an incident began, by its first action and the findings up to it.
+
+    The onset of a restore lies before it by a margin, in which other incidents may lie. What called for the restore was
+    found last.
+    """
+    found = [
+        finding
+        for finding in findings
+        if finding.kind not in INFORMATIVE and action.onset <= finding.iteration <= action.iteration
+    ]
+    if action.kind not in RESTORES:
+        return min([action.onset, *(finding.onset for finding in found)])
+    newest = max((finding.iteration for finding in found), default=action.onset)
+    return min((finding.onset for finding in found if finding.iteration == newest), default=action.onset)
 
 
 @final

@@ -53,16 +53,12 @@ def outcome(iteration: int, target: str, kind: ActionKind = ActionKind.rewind, *
     return Outcome(time=0.0, iteration=iteration, kind=kind, incident=1, succeeded=succeeded, step=0, target=target)
 
 
-def action(iteration: int, onset: int, incident: int = 1) -> Action:
-    return Action(
-        time=0.0, iteration=iteration, kind=ActionKind.skip, step=0, incident=incident, reason="", onset=onset
-    )
+def action(iteration: int, onset: int, incident: int = 1, *, kind: ActionKind = ActionKind.skip) -> Action:
+    return Action(time=0.0, iteration=iteration, kind=kind, step=0, incident=incident, reason="", onset=onset)
 
 
-def finding(iteration: int, onset: int) -> Finding:
-    return Finding(
-        time=0.0, iteration=iteration, kind=FindingKind.loss_spike, step=0, onset=onset, value=1, bound=1, message=""
-    )
+def finding(iteration: int, onset: int, kind: FindingKind = FindingKind.loss_spike) -> Finding:
+    return Finding(time=0.0, iteration=iteration, kind=kind, step=0, onset=onset, value=1, bound=1, message="")
 
 
 ReadLog = Callable[[list[Event]], History]
@@ -146,6 +142,26 @@ def test_guilty_step_is_the_rejected_one_or_the_onset(read_log: ReadLog) -> None
     assert guilty_step(read_log(log), 1).iteration == 10
     log = [*PLAIN, step(10), step(11), finding(11, 9), action(11, 10)]
     assert guilty_step(read_log(log), 1).iteration == 9
+
+
+@pytest.mark.parametrize("kind", [ActionKind.rewind, ActionKind.rollback])
+def test_guilty_step_of_a_restore_is_the_onset_of_what_called_for_it(kind: ActionKind, read_log: ReadLog) -> None:
+    """The onset of a restore has a margin before it."""
+    restore = action(10, 5, kind=kind)
+    assert guilty_step(read_log([*PLAIN, step(10), finding(10, 10), restore]), 1).iteration == 10
+    assert guilty_step(read_log([*PLAIN, step(10), finding(10, 7), finding(10, 8), restore]), 1).iteration == 7
+    assert guilty_step(read_log([*PLAIN, step(10), restore]), 1).iteration == 5, "no finding: rejected updates"
+
+
+def test_findings_of_other_incidents_in_the_margin_of_a_restore_are_ignored(read_log: ReadLog) -> None:
+    before = [*PLAIN[:6], finding(5, 3), *PLAIN[6:]]
+    log = [*before, step(10), finding(10, 9), action(10, 4, kind=ActionKind.rollback)]
+    assert guilty_step(read_log(log), 1).iteration == 9
+
+
+def test_findings_that_open_no_incident_do_not_move_the_guilty_step(read_log: ReadLog) -> None:
+    log = [*PLAIN, step(10), finding(10, 2, FindingKind.slow), action(10, 10)]
+    assert guilty_step(read_log(log), 1).iteration == 10
 
 
 def test_unknown_incident_is_an_error_that_lists_incidents(read_log: ReadLog) -> None:
