@@ -10,6 +10,8 @@ from harness.config.errors import require
 
 MOST_STEPS = 100_000_000
 """Most updates of a run: the learning rates of all of them are in a table, 4 bytes each on the device."""
+LONGEST_NAME_BYTES = 255
+"""Limit of a file name on Linux."""
 
 
 class ResumePolicy(StrEnum):
@@ -62,6 +64,9 @@ class RunConfig:
                 "run.name",
                 f"must be a directory name without / that does not start with a dot, got {self.name!r}",
             )
+            num_bytes = len(self.name.encode(errors="replace"))
+            message = f"must have at most {LONGEST_NAME_BYTES} bytes, got {num_bytes}"
+            require(num_bytes <= LONGEST_NAME_BYTES, "run.name", message)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 Why: help must print at once, so this file imports neither Hydra nor torch; each command imports what it needs.
 How: a command is the module of the same name in `launch.cli` (`train` is `launch.train`), with a `main(arguments)` that
 returns its exit code: 0 done, 1 crashed, 2 invalid config, 3 halted by the sentinel (do not requeue), 75 interrupted,
-resumable (requeue).
+resumable (requeue). Here every command gets one line for a file that cannot be read or written.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED
 from harness.core.safe_stream import safe_output
 
 SUMMARIES = {
@@ -106,15 +106,35 @@ def dispatch_command(arguments: list[str]) -> int:
             print(version_text())
             return EXIT_DONE
         case [command, *rest] if command in SUMMARIES:
-            module = "launch.train" if command == "train" else f"launch.cli.{command}"
-            code: int = import_module(module).main(rest)
-            return code
+            return run_command(command, rest)
         case [unknown, *_]:
             hint = guess_command(unknown)
             print(f"harness: unknown command {unknown!r}{hint}; choose {COMMANDS}", file=sys.stderr)
         case _:
             print(f"harness: missing command; choose {COMMANDS}", file=sys.stderr)
     return EXIT_BAD_CONFIG
+
+
+def run_command(command: str, arguments: Sequence[str]) -> int:
+    """Import and run a command. A file that cannot be opened is one line, and Ctrl-C is none, also during imports."""
+    module = "launch.train" if command == "train" else f"launch.cli.{command}"
+    try:
+        code: int = import_module(module).main(arguments)
+        return code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"harness: {error.filename}: {error.strerror}", file=sys.stderr)
+        return exit_code_of(error) if command == "train" else EXIT_BAD_CONFIG
+
+
+def exit_code_of(error: OSError) -> int:
+    """Exit code of a start: 75 if the same command may succeed later, else 2."""
+    from harness.core.locking.run_lease import STORAGE_ERRORS
+
+    return EXIT_INTERRUPTED if error.errno in STORAGE_ERRORS else EXIT_BAD_CONFIG
 
 
 if __name__ == "__main__":

@@ -45,6 +45,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG
     except OSError as error:
+        if error.filename is None or not Path(error.filename).is_relative_to(run.incidents):
+            raise
         print(f"harness: {error.filename}: cannot be written: {error.strerror}", file=sys.stderr)
         return EXIT_BAD_CONFIG
     if len(folders) == 1:

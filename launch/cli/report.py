@@ -40,9 +40,6 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG
-    except OSError as error:
-        print(f"harness: {error.filename}: {error.strerror}", file=sys.stderr)
-        return EXIT_BAD_CONFIG
     return EXIT_DONE
 
 
@@ -54,6 +51,7 @@ def write_run_index(root: Path, out: Path | None, *, build: bool) -> Path:
         groups.setdefault(run.path.parent, []).append(run)
     require(bool(groups), str(root), "no run found: no events.jsonl at or below it")
     rows = [row for runs in groups.values() for row in read_group(runs, root=root, build=build)]
+    require(bool(rows), str(root), "no run can be read")
     out = out or root / "index.html"
     links = {row.group: group_links(root / row.group) for row in rows}
     text = render(rows, title=root.resolve().name, lessons=lessons_below(root), links=links)
@@ -62,21 +60,30 @@ def write_run_index(root: Path, out: Path | None, *, build: bool) -> Path:
 
 
 def read_group(runs: Sequence[RunDir], *, root: Path, build: bool) -> list[RunRow]:
-    """The rows of the runs of one directory; with `build`, also their pages and the page that compares them."""
+    """The rows of the runs of one directory; with `build`, also their pages and the page that compares them.
+
+    A run that cannot be read is left out, with a warning.
+    """
     rows: list[RunRow] = []
     stories: list[tuple[RunDir, Story]] = []
     now_s = time.time()
     for run in runs:
         story = Story()
-        story.read_more(run)
+        try:
+            story.read_more(run)
+            page = render_page(page_data(run, story, now_s=now_s)) if build else ""
+        except OSError as error:
+            message = f"{error.filename or run.path}: {error.strerror}; {run.path} is left out"
+            print(f"harness: warning: {message}", file=sys.stderr)
+            continue
         if build:
-            write_atomically(run.dashboard, render_page(page_data(run, story, now_s=now_s)))
+            write_atomically(run.dashboard, page)
             stories += [(run, story)] if len(stories) < MOST_COMPARED else []
         rows.append(run_row(run, story, root=root, now_s=now_s))
     if len(stories) > 1:
-        page = runs[0].path.parent / COMPARISON_PAGE
-        data = comparison_data(stories, out=page, now_s=now_s, title=f"{page.parent.resolve().name}: comparison")
-        write_atomically(page, render_comparison(data))
+        out = runs[0].path.parent / COMPARISON_PAGE
+        data = comparison_data(stories, out=out, now_s=now_s, title=f"{out.parent.resolve().name}: comparison")
+        write_atomically(out, render_comparison(data))
     return rows
 
 

@@ -109,6 +109,7 @@ def test_overrides_win_over_the_settings_of_a_size() -> None:
         ("model.num_heads=3", "model.num_heads: must divide model.dim=128, got 3"),
         ("optim.lr=-1", "optim.lr: must be positive, got -1.0"),
         ("run.name=a/b", "run.name: must be a directory name without / that does not start with a dot, got 'a/b'"),
+        (f"run.name='{'ä' * 128}'", "run.name: must have at most 255 bytes, got 256"),
         ("train.batch_tokens=100", "train.batch_tokens: must be a multiple of train.sequence_length=256, got 100"),
         ("data.eod_token=256", "data.eod_token: must be an id in 0 .. 255 (model.vocab_size), or null, got 256"),
         ("data.eod_token=-1", "data.eod_token: must be an id in 0 .. 255 (model.vocab_size), or null, got -1"),

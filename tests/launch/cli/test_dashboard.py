@@ -16,6 +16,7 @@ import pytest
 
 from launch.cli.main import main
 from tests.analysis.dashboard.logs import BEGUN, long_run, record
+from tests.privileges import obeying_modes
 
 ROOT = Path(__file__).parents[3]
 
@@ -72,6 +73,23 @@ def test_runs_are_compared_on_one_page(run: Path, capsys: pytest.CaptureFixture[
     assert '<a href="compare.html">compare</a>' in index
     assert '"path":"third"' in page.read_text(encoding="utf-8")
     assert not (other.parent / "compare.html").exists()
+
+
+@pytest.mark.parametrize("build", [[], ["--build"]])
+def test_a_run_that_cannot_be_read_is_left_out_of_the_index(
+    run: Path, build: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = long_run(run.parent / "second", 40) / "events.jsonl"
+    events.chmod(0)
+    with obeying_modes():
+        assert main(["report", str(run.parent), *build]) == 0
+        index = (run.parent / "index.html").read_text(encoding="utf-8")
+        line = f"harness: warning: {events}: Permission denied; {events.parent} is left out\n"
+        assert capsys.readouterr().err == line
+        assert ">first<" in index
+        assert ">second<" not in index
+        assert main(["report", str(events.parent)]) == 2
+        assert capsys.readouterr().err == f"{line}harness: {events.parent}: no run can be read\n"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -16,8 +17,10 @@ import yaml
 
 from harness.config import compose
 from harness.config.key_help import render_keys
-from launch.cli.main import COMMANDS, main
+from launch.cli.main import COMMANDS, exit_code_of, main
+from tests.analysis.postmortem import stories
 from tests.forks import Launched
+from tests.privileges import obeying_modes
 
 ROOT = Path(__file__).parents[3]
 TINY = [
@@ -107,6 +110,52 @@ def test_usage_errors_are_one_line(
     assert printed.err.startswith(line)
     assert printed.err.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["status", "watch", "diagnose", "postmortem", "verify"])
+def test_a_file_that_cannot_be_read_is_one_line(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = stories.write(tmp_path / "run", stories.poisoned())
+    run.status.write_text('{"iteration": 150, "state": "running"}')
+    run.events.chmod(0)
+    with obeying_modes():
+        assert main([command, str(run.path), *(["--incident", "1"] if command == "verify" else [])]) == 2
+    assert capsys.readouterr().err == f"harness: {run.events}: Permission denied\n"
+
+
+def test_a_directory_with_too_long_a_name_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / ("x" * 480)
+    assert main(["status", str(path)]) == 2
+    assert main(["train", *TINY, f"run.dir={path}"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == f"harness: {path}/config.yaml: File name too long"
+    assert second.startswith(f"harness: {path}/tiny-")
+    assert second.endswith(": File name too long")
+
+
+def test_a_start_is_requeued_only_if_its_storage_failed() -> None:
+    assert exit_code_of(OSError(errno.ESTALE, "Stale file handle", "runs")) == 75
+    assert exit_code_of(OSError(errno.ENAMETOOLONG, "File name too long", "runs")) == 2
+
+
+def test_ctrl_c_during_imports_is_no_traceback(tmp_path: Path) -> None:
+    """Of the module of the command."""
+    script = (
+        "import os, signal, sys\n"
+        "from launch.cli import main\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'launch.cli.status':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "sys.exit(main.main(['status', 'runs/first']))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (75, "", "")
 
 
 def test_help_of_train_shows_value_unit_and_meaning_of_each_key(
