@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any, NamedTuple, TypeVar, final
 
 from harness.config.errors import ConfigError, StorageError
@@ -71,6 +72,7 @@ class ObjectStore:
         self.url = url.rstrip("/")
         self._key = key
         self._retry_s = retry_s
+        self._is_closed = Event()
         options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
         if url.startswith(("s3://", "s3a://")):
             timeouts = {"connect_timeout": TIMEOUT_S, "read_timeout": TIMEOUT_S, "retries": {"max_attempts": 1}}
@@ -84,6 +86,10 @@ class ObjectStore:
         self._system, root = fsspec.core.url_to_fs(self.url, **options)
         _stop_own_repeats(self._system)
         self._root = root.rstrip("/")
+
+    def close(self) -> None:
+        """End the pauses between requests, of all threads: from now on a request that fails is not repeated."""
+        self._is_closed.set()
 
     def find_all(self, path: str = "") -> dict[str, StoredObject]:
         """All objects below a path, by their path relative to it; empty if there are none."""
@@ -174,7 +180,8 @@ class ObjectStore:
         return f"{self._root}/{path}" if path else self._root
 
     def _repeat(self, attempt: Callable[[], T], path: str) -> T:
-        """The result of the first attempt that succeeds within the time; `StorageError` if none does."""
+        """The result of the first attempt that succeeds within the time, and before `close`; `StorageError` if none
+        does."""
         name, until, pause_s = join_url(self.url, path), time.monotonic() + self._retry_s, FIRST_PAUSE_S
         while True:
             try:
@@ -186,13 +193,14 @@ class ObjectStore:
                     raise ConfigError(self._key, f"{name}: access denied ({_one_line(error)})") from None
                 if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError", "NoCredentialProviders"):
                     raise ConfigError(self._key, f"{name}: {_one_line(error)}") from None
+                failure = StorageError(errno.EIO, f"the store does not answer: {_one_line(error)}", name)
                 left_s = until - time.monotonic()
-                if left_s <= 0:
-                    problem = f"the store does not answer: {_one_line(error)}"
-                    raise StorageError(errno.EIO, problem, name) from None
+                if left_s <= 0 or self._is_closed.is_set():
+                    raise failure from None
                 pause_s = min(pause_s, left_s)
                 print_warning(f"{name}: {_one_line(error)}; trying again in {pause_s:.1f} s")
-            time.sleep(pause_s)
+            if self._is_closed.wait(pause_s):
+                raise failure
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 

@@ -105,8 +105,10 @@ class Batches:
         document_mask: bool = False,
         stratified: StratifiedOrder | None = None,
         with_facts: bool = False,
-        fetch_ahead: int = 0,
+        fetch_ahead: int | None = None,
     ) -> None:
+        """`fetch_ahead` is the number of batches whose blocks are fetched from an object store in advance. Such batches
+        own the stores: `close` closes them. None: the batches are read beside others, which own the stores."""
         assert list(recipe.weights) == [source.name for source in sources]
         assert all(source.samples.step == 1 for source in sources), "a corpus is split into contiguous parts"
         assert recipe.batch_size >= share.world_size, "check_world comes first"
@@ -126,7 +128,7 @@ class Batches:
         self._prefetched: dict[int, Future[_HostBatch]] = {}
         self._plan = BatchPlan(sources, recipe=recipe, ledger=ledger, stratified=stratified)
         self._fetcher: BlockFetcher | None = None
-        if fetch_ahead and any(map(has_remote_files, sources)):
+        if fetch_ahead is not None and any(map(has_remote_files, sources)):
             self._fetcher = BlockFetcher(self.sources, self._plan, self._own_rows, num_ahead=fetch_ahead)
         most = self._sharing(self._sizes.largest).num_slots
         self._only_source = torch.zeros(most, dtype=torch.int64, device=share.device)
@@ -244,11 +246,11 @@ class Batches:
         return self._plan_digest
 
     def close(self) -> None:
-        """End the prefetch thread; no batch can be requested afterwards."""
+        """End the threads; no batch can be requested afterwards."""
+        if self._fetcher is not None:
+            self._fetcher.close()  # first: the prefetch thread may wait for the store
         self._worker.shutdown(wait=True, cancel_futures=True)
         self._prefetched.clear()
-        if self._fetcher is not None:
-            self._fetcher.close()
 
     def _apply_ledger(self) -> None:
         """Apply new entries of the ledger, and drop prefetched batches, which may have other weights."""

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import final
 
 from harness.config.errors import ConfigError, StorageError
 from harness.data.batch_plan import BatchPlan, Ints, Source
+from harness.data.corpus.remote_cache import close_cache
 from harness.data.corpus.token_windows import FilesCorpus
 from harness.data.order.mixture import Mixture
 
@@ -33,6 +35,7 @@ class BlockFetcher:
         self._num_ahead = num_ahead
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fetch")
         self._fetched_until = 0
+        self._is_closed = Event()
 
     def fetch_after(self, index: int) -> None:
         """Fetch for the batches after this one; returns at once."""
@@ -44,6 +47,10 @@ class BlockFetcher:
             self._fetched_until = last
 
     def close(self) -> None:
+        """Fetch nothing more, and let no thread of this process wait for a store that does not answer: the end of a
+        process waits for its threads."""
+        self._is_closed.set()
+        close_cache()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _fetch_range(self, first: int, end: int, mixture: Mixture) -> None:
@@ -53,6 +60,8 @@ class BlockFetcher:
                 planned = self._plan.plan_from(first, end - first, mixture)
                 rows = zip(planned.sources, planned.samples, strict=True)
                 for index, (sources, samples) in enumerate(rows, start=first):
+                    if self._is_closed.is_set():
+                        return
                     own = self._own_rows(index)
                     for number, source in enumerate(self._sources):
                         if isinstance(source.corpus, FilesCorpus):

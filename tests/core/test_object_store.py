@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -86,6 +87,23 @@ def test_a_request_is_repeated_until_it_succeeds(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(store._system, "cat_file", fail_twice)
     assert store.read("c") == b"content"
+
+
+def test_a_closed_store_repeats_no_request(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c").mkdir()  # opening it fails, as a store that does not answer
+    store = ObjectStore(f"file://{tmp_path}", key=KEY, retry_s=60)
+    closing = threading.Timer(0.2, store.close)
+    closing.start()
+    begun_s = time.monotonic()
+    with pytest.raises(StorageError, match="/c: the store does not answer: "):
+        store.read("c")
+    closing.join()
+    with pytest.raises(StorageError, match="/c: the store does not answer: "):
+        store.read("c")
+    assert time.monotonic() - begun_s < 30
+    assert capfd.readouterr().err.count("trying again in") == 1
+    store.write("d", b"content")
+    assert store.read("d") == b"content"
 
 
 @pytest.mark.parametrize(("url", "extra"), [("s3://bucket/a", "remote"), ("gs://bucket/a", "gcs")])

@@ -281,6 +281,11 @@ class RemoteCache:
         self._opened[url] = self._by_path[files[0].path] = files[0]
         return files[0]
 
+    def close(self) -> None:
+        """Repeat no failed request from now on; what is open stays readable."""
+        for store in self._stores.values():
+            store.close()
+
     def _make_eviction(self) -> CacheEviction | None:
         """The eviction of this process, if there is a limit; the cache directory must exist."""
         limit_bytes = self._cfg.limit_bytes()
@@ -331,6 +336,15 @@ def remote_cache() -> RemoteCache:
     if _cache is None:
         _cache = RemoteCache(_settings)
     return _cache
+
+
+def close_cache() -> None:
+    """Let no thread of this process wait for a store that does not answer. Whoever opens a URL later gets a new
+    cache."""
+    global _cache
+    if _cache is not None:
+        _cache.close()
+        _cache = None
 
 
 def local_path(path: str | Path, *, key: str) -> Path:
