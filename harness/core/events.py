@@ -146,6 +146,8 @@ class ReducedRecord(Event):
     agree."""
     median_step_s: float = 0.0
     """Median over the ranks of the last step time, in seconds, each by its own clock; 0: not measured."""
+    batch_tokens: int = 0
+    """Tokens of the global batch; 0: not known, as in old logs."""
     fingerprint: str = ""
     """Sum of the fingerprints of all rows of the global batch, hexadecimal; empty: not measured."""
     other_data: dict[str, list[int]] = field(default_factory=dict)

@@ -54,6 +54,7 @@ def test_the_batch_grows_and_a_resume_on_fewer_ranks_continues_the_order(ranks: 
     assert [record.cursor for record in records] == [record.cursor for record in expected] == list(range(12))
     tokens = [32 * sum(SIZES[: number + 1]) for number in range(12)]
     assert [record.tokens for record in records] == [record.tokens for record in expected] == tokens
+    assert [record.batch_tokens for record in records] == [32 * size for size in SIZES]
     assert [record.batch["fingerprint"] for record in records[:3]] == [
         record.batch["fingerprint"] for record in expected[:3]
     ]

@@ -1,8 +1,9 @@
 """Detects a lasting slowdown (slow), names the ranks that cause it, and detects its end (speed_recovered).
 
-How: the median of the last rows is compared with a level that slow rows do not change, so a single late step raises
-nothing and a slow decline does not shift the level. The ranks are named by the seconds in the per-rank slots: device
-seconds if kernels are timed, else host seconds.
+How: the speed is in tokens per second, because the batch may grow (`train.batch_size_warmup`); in steps per second if
+a log has no batch sizes. The median of the last rows is compared with a level that slow rows do not change, so a single
+late step raises nothing and a slow decline does not shift the level. The ranks are named by the seconds in the per-rank
+slots: device seconds if kernels are timed, else host seconds.
 Left out: actions. A slow run computes the right numbers.
 """
 
@@ -32,7 +33,7 @@ class SpeedGuard:
     """Raises `slow` when the speed drops below its level and stays there, `speed_recovered` when it is back."""
 
     speed: float = 0.0
-    """Level of the log speed in steps per second, from the median step time over ranks."""
+    """Level of the log speed in `unit`, from the median step time over ranks."""
     count: int = 0
     """Rows averaged in the level."""
     slow: int = 0
@@ -41,18 +42,23 @@ class SpeedGuard:
     """Logarithms of the last speeds, oldest first."""
     unit: str = ""
     """Unit of the speeds; the level restarts if it changes."""
+    recent_s: list[float] = field(default_factory=list)
+    """Step times of the rows in `recent`, in seconds."""
 
     def observe(self, record: ReducedRecord) -> Iterator[Finding]:
         """Compare the median of the last rows with the level, which slow rows do not change."""
-        speed = 1.0 / record.median_step_s if record.median_step_s > 0 else 0.0
+        num, unit = (record.batch_tokens, "tokens/s") if record.batch_tokens else (1, "steps/s")
+        speed = num / record.median_step_s if record.median_step_s > 0 else 0.0
         if not (speed > 0 and math.isfinite(speed)):
             return
-        if (unit := "steps/s") != self.unit:
-            self.unit, self.recent, self.count, self.slow, self.speed = unit, [], 0, 0, math.log(speed)
+        if unit != self.unit:
+            self.unit, self.recent, self.recent_s = unit, [], []
+            self.count, self.slow, self.speed = 0, 0, math.log(speed)
         self.recent = [*self.recent[1 - SLOW_ROWS :], math.log(speed)]
+        self.recent_s = [*self.recent_s[1 - SLOW_ROWS :], record.median_step_s]
         now, usual = median(self.recent), self.speed
         is_known = self.count > SLOW_ROWS
-        lasts = sum(math.exp(-log_speed) for log_speed in self.recent) >= LEAST_SLOW_S
+        lasts = sum(self.recent_s) >= LEAST_SLOW_S
         if self.slow:
             self.slow += 1
             if now > usual - math.log(RECOVERED_FACTOR):

@@ -73,7 +73,7 @@ class HostFacts:
     loader_wait_s: float | None = None
     """Seconds for which this rank waited for its batch; None: not measured."""
     batch_tokens: int | None = None
-    """Tokens of the global batch; None: as many as in every batch."""
+    """Tokens of the global batch, equal on all ranks; None: as many as in every batch."""
     recomputed: int | None = None
     """Distance from a rank to the rank whose rows it also computed; 0: its own; None: nothing was computed twice."""
 
@@ -144,6 +144,7 @@ def unpack_report(
         weight_norm=_root(scalars["weights"]),
         digests=rank_facts.digests,
         median_step_s=rank_facts.median_step_s,
+        batch_tokens=facts.batch_tokens or 0,
         fingerprint=rank_facts.fingerprint,
         other_data=rank_facts.other_data,
         batch={"fingerprint": rank_facts.fingerprint, **facts.batch} if facts.batch else {},

@@ -80,6 +80,34 @@ def test_the_usual_step_time_is_a_mean_of_a_hundred_rows() -> None:
     assert guard.speed == pytest.approx(math.log(1 / 2)), "of few rows, their geometric mean"
 
 
+def watch_growing_batch(factor: float) -> list[Finding]:
+    """The batch is twice as large from step 200 on; a step then takes so many times the seconds."""
+    rows = [record(step, 3.0, median_step_s=1.0, batch_tokens=1000) for step in range(200)]
+    rows += [record(step, 3.0, median_step_s=factor, batch_tokens=2000) for step in range(200, 400)]
+    guard = SpeedGuard()
+    return [finding for row in rows for finding in guard.observe(row)]
+
+
+def test_a_larger_batch_that_takes_longer_is_not_slow() -> None:
+    assert watch_growing_batch(2.0) == []
+
+
+def test_a_step_that_slows_down_more_than_its_batch_grows_is_slow() -> None:
+    (slow,) = watch_growing_batch(4.0)
+    assert (slow.kind, slow.step) == ("slow", 205)
+    assert slow.message == "500 tokens/s over the last 10 steps, usually 966.6"
+
+
+def test_a_log_without_batch_sizes_is_judged_by_steps_per_second() -> None:
+    """Its level starts again at the first row with a batch size, as after the resume of an old checkpoint."""
+    guard = SpeedGuard()
+    watch([1.0] * 300, guard)
+    rows = [record(step, 3.0, median_step_s=4.0, batch_tokens=1000) for step in range(300, 330)]
+    assert [finding for row in rows for finding in guard.observe(row)] == []
+    assert guard.unit == "tokens/s"
+    assert guard.speed == pytest.approx(math.log(250))
+
+
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
 def test_a_step_without_a_time_is_ignored(seconds: float) -> None:
     guard = SpeedGuard()
