@@ -12,7 +12,7 @@ from typing import final
 
 from harness.config.errors import ConfigError, StorageError
 from harness.data.batch_plan import BatchPlan, Ints, Source
-from harness.data.corpus.remote_cache import close_cache
+from harness.data.corpus.remote_cache import RemoteRanges, close_cache, fetch_ranges
 from harness.data.corpus.token_windows import FilesCorpus
 from harness.data.order.mixture import Mixture
 
@@ -63,9 +63,15 @@ class BlockFetcher:
                     if self._is_closed.is_set():
                         return
                     own = self._own_rows(index)
-                    for number, source in enumerate(self._sources):
-                        if isinstance(source.corpus, FilesCorpus):
-                            source.corpus.fetch(samples[own][sources[own] == number])
+                    fetch_ranges(self._remote_ranges(sources[own], samples[own]))
                 first += len(planned.samples)
         except (ConfigError, StorageError):
             return
+
+    def _remote_ranges(self, sources: Ints, samples: Ints) -> list[RemoteRanges]:
+        """What these rows need from object stores, of all sources."""
+        wanted: list[RemoteRanges] = []
+        for number, source in enumerate(self._sources):
+            if isinstance(source.corpus, FilesCorpus):
+                wanted += source.corpus.remote_ranges(samples[sources == number])
+        return wanted

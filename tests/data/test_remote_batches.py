@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -38,7 +39,7 @@ def present(cache: Path) -> set[int]:
     return {number for number, each in enumerate(hashes) if any(each)}
 
 
-def open_remote(directory: Path, *, retry_s: float = 120, ahead: int = AHEAD) -> tuple[Batches, Batches]:
+def open_remote(directory: Path, *overrides: str, retry_s: float = 120, ahead: int = AHEAD) -> tuple[Batches, Batches]:
     """Training and held-out batches of the files in DIRECTORY/store."""
     cfg = load(
         [
@@ -51,6 +52,7 @@ def open_remote(directory: Path, *, retry_s: float = 120, ahead: int = AHEAD) ->
             f"data.remote.retry_s={retry_s}",
             f"train.sequence_length={LENGTH}",
             "train.batch_size=4",
+            *overrides,
         ]
     )
     return open_data(cfg, rank=0, world_size=1, device=torch.device("cpu"), ledger=Ledger())
@@ -146,5 +148,29 @@ def test_after_close_no_further_batch_is_fetched(tmp_path: Path, monkeypatch: py
     train._fetcher._thread.shutdown(wait=True)
     assert present(tmp_path / "cache") > before
     assert not wanted <= present(tmp_path / "cache")
+    train.close()
+    held_out.close()
+
+
+def test_the_sources_of_a_batch_are_fetched_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_object(tmp_path)
+    shutil.copy(tmp_path / "store" / "a.bin", tmp_path / "store" / "b.bin")
+    other = f"{{kind: files, paths: ['file://{tmp_path}/store/b.bin'], dtype: uint16}}"
+    train, held_out = open_remote(tmp_path, f"+data.sources={{other: {other}}}")
+    assert train._fetcher is not None
+    is_asked = {"a.bin": threading.Event(), "b.bin": threading.Event()}
+    read = ObjectStore.read
+
+    def read_together(store: ObjectStore, path: str, start: int | None = None, end: int | None = None) -> bytes:
+        is_asked[path.rpartition("/")[2]].set()
+        assert all(event.wait(10) for event in is_asked.values())
+        return read(store, path, start, end)
+
+    monkeypatch.setattr(ObjectStore, "read", read_together)
+    train._fetcher.fetch_after(0)
+    train._fetcher._thread.shutdown(wait=True)
+    monkeypatch.setattr(ObjectStore, "read", None)
+    assert train[1].inputs.shape == (4, LENGTH), "nothing is left to fetch"
+    train._fetcher = None
     train.close()
     held_out.close()

@@ -23,7 +23,7 @@ from harness.config.data import DataKind, SourceConfig, SyntheticConfig
 from harness.config.errors import require
 from harness.data.corpus.corpus import MIN_SAMPLES, Corpus, SampleOrigin, SampleShape, Tokens, digest
 from harness.data.corpus.corpus_record import FileRecord
-from harness.data.corpus.remote_cache import local_path
+from harness.data.corpus.remote_cache import local_paths
 from harness.data.corpus.token_files import expand, open_tokens
 from harness.data.corpus.token_windows import FilesCorpus
 from harness.data.order.order import permute_many
@@ -63,7 +63,7 @@ def build_corpus(
         case DataKind.files:
             key = f"data.sources.{name}.paths"
             paths = (
-                expand(source.paths, key=key) if files is None else [local_path(file.path, key=key) for file in files]
+                expand(source.paths, key=key) if files is None else local_paths([file.path for file in files], key=key)
             )
             opened = [open_tokens(path, dtype=source.dtype, key=key, num_files=len(paths)) for path in paths]
             for file, record in zip(opened, files or [], strict=False):

@@ -78,34 +78,36 @@ class CachedFile:
         _make_sparse(path, found.num_bytes)
         _make_sparse(self._digests, DIGEST_BYTES * len(self._verified))
 
-    def require(self, ranges: Iterable[tuple[int, int]]) -> None:
+    def require(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Return when the bytes of all these ranges (start, end) are in the file and verified.
 
         Raises `StorageError` if the store does not answer for `data.remote.retry_s` seconds, and `ConfigError` if the
         object was replaced or removed.
         """
-        self._require_blocks(self._blocks(ranges))
-
-    def _require_blocks(self, blocks: Sequence[int]) -> None:
-        with self._reporting_errors(), self._digests.open("r+b", buffering=0) as digests:
-            missing = self._missing(digests.fileno(), blocks)
-        if len(missing) == 1:
-            self._obtain(missing[0])
-        elif missing:
-            list(_fetches().map(self._obtain, missing))
+        fetch_ranges([(self, ranges)])
 
     def require_all(self) -> None:
-        self.require([(0, self._found.num_bytes)])
+        self.require([self.whole])
+
+    @property
+    def whole(self) -> tuple[int, int]:
+        """The range of all its bytes."""
+        return 0, self._found.num_bytes
+
+    def missing_blocks(self, ranges: Iterable[tuple[int, int]]) -> list[int]:
+        """The blocks of these ranges that `obtain` has to verify or fetch."""
+        with self._reporting_errors(), self._digests.open("r+b", buffering=0) as digests:
+            return self._missing(digests.fileno(), self._blocks(ranges))
 
     @contextmanager
-    def holding(self, ranges: Iterable[tuple[int, int]]) -> Iterator[None]:
+    def holding(self, ranges: Sequence[tuple[int, int]]) -> Iterator[None]:
         """As `require`; nobody frees these bytes until the `with` block ends.
 
         Whoever waits for an exclusive lock has only locked blocks before that one, so processes that need several
         never wait for each other.
         """
         blocks = self._blocks(ranges)
-        self._require_blocks(blocks)
+        self.require(ranges)
         with self._reporting_errors():
             digests = self._digests.open("r+b", buffering=0)
         with digests:  # closing it releases the locks
@@ -133,7 +135,7 @@ class CachedFile:
             block for block in blocks if not (self._verified[block] and any(cache_blocks.read_digest(digests, block)))
         ]
 
-    def _obtain(self, block: int) -> None:
+    def obtain(self, block: int) -> None:
         """Verify a block on disk, or fetch it; other processes that need it wait for the lock."""
         with self._reporting_errors(), self._digests.open("r+b", buffering=0) as digests:
             cache_blocks.lock_block(digests.fileno(), block)  # released when `digests` is closed
@@ -210,6 +212,10 @@ class CachedFile:
         self._checked_s = time.monotonic()
 
 
+RemoteRanges = tuple[CachedFile, Sequence[tuple[int, int]]]
+"""Byte ranges (start, end) of an object."""
+
+
 @final
 class RemoteCache:
     """The objects that this process has opened."""
@@ -244,10 +250,16 @@ class RemoteCache:
                 return [f"{bucket}/{candidate}"]
         raise ConfigError(key, f"{given}: no such object, nor {given}.bin with {given}.idx")
 
-    def open(self, url: str, *, key: str) -> CachedFile:
-        """The local file of an object and its companions, made on the first call."""
-        if url in self._opened:
-            return self._opened[url]
+    def open(self, urls: Sequence[str], *, key: str) -> list[CachedFile]:
+        """The local files of objects, made on the first call. Their companions are fetched together."""
+        made = {url: self._make(url, key) for url in dict.fromkeys(urls) if url not in self._opened}
+        fetch_ranges([(companion, [companion.whole]) for files in made.values() for companion in files[1:]])
+        for url, files in made.items():
+            self._opened[url] = self._by_path[files[0].path] = files[0]
+        return [self._opened[url] for url in urls]
+
+    def _make(self, url: str, key: str) -> list[CachedFile]:
+        """The local files of an object and of its companions, without content."""
         bucket, name = _split(url, key)
         store = self._store(bucket, key)
         listed = self._list(store, name, key)
@@ -262,7 +274,7 @@ class RemoteCache:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / SOURCE).write_text(f"{url}\n{block_bytes}\n", encoding="utf-8")
             eviction = self._make_eviction()
-            files = [
+            return [
                 CachedFile(
                     store,
                     each,
@@ -276,10 +288,6 @@ class RemoteCache:
             ]
         except OSError as error:
             raise ConfigError(f"{KEY}.cache_dir", f"{folder} cannot be used: {error.strerror}") from None
-        for companion in files[1:]:
-            companion.require_all()
-        self._opened[url] = self._by_path[files[0].path] = files[0]
-        return files[0]
 
     def close(self) -> None:
         """Repeat no failed request from now on; what is open stays readable."""
@@ -349,7 +357,14 @@ def close_cache() -> None:
 
 def local_path(path: str | Path, *, key: str) -> Path:
     """The local file of a path or of a URL."""
-    return remote_cache().open(str(path), key=key).path if is_url(str(path)) else Path(path)
+    return local_paths([path], key=key)[0]
+
+
+def local_paths(paths: Sequence[str | Path], *, key: str) -> list[Path]:
+    """As `local_path`; what is missing of several objects is fetched together."""
+    urls = [str(path) for path in paths if is_url(str(path))]
+    opened = iter(remote_cache().open(urls, key=key) if urls else [])
+    return [next(opened).path if is_url(str(path)) else Path(path) for path in paths]
 
 
 def cached_file(path: Path) -> CachedFile | None:
@@ -361,6 +376,21 @@ def recorded_path(path: Path) -> str:
     """How records and messages name a file: by its URL if it is in the cache."""
     cached = cached_file(path)
     return str(path) if cached is None else cached.url
+
+
+def fetch_ranges(wanted: Iterable[RemoteRanges]) -> None:
+    """Return when these ranges of several objects are in their files: `NUM_FETCHES` blocks are fetched at a time, of
+    whichever objects. Raises as `CachedFile.require`."""
+    missing = [(file, block) for file, ranges in wanted for block in file.missing_blocks(ranges)]
+    if len(missing) == 1:
+        _obtain(missing[0])
+    elif missing:
+        list(_fetches().map(_obtain, missing))
+
+
+def _obtain(missing: tuple[CachedFile, int]) -> None:
+    file, block = missing
+    file.obtain(block)
 
 
 def _fetches() -> ThreadPoolExecutor:

@@ -32,7 +32,14 @@ from harness.core.object_store import is_url
 from harness.data.corpus.headerless import HEAD_BYTES, flat_layout, probed_ranges
 from harness.data.corpus.mapped_file import map_file
 from harness.data.corpus.megatron_index import WRITABLE, MegatronIndex, write_index
-from harness.data.corpus.remote_cache import cached_file, local_path, recorded_path, remote_cache
+from harness.data.corpus.remote_cache import (
+    RemoteRanges,
+    cached_file,
+    local_path,
+    local_paths,
+    recorded_path,
+    remote_cache,
+)
 
 Tokens = NDArray[np.integer[Any]]
 
@@ -55,10 +62,10 @@ def expand(paths: Sequence[str], *, key: str) -> list[Path]:
     A URL becomes its file in the cache, whose content is fetched when it is read.
     """
     found: set[Path] = set()
+    urls: list[str] = []
     for given in paths:
         if is_url(given):
-            urls = remote_cache().expand(given, key=key, endings=ENDINGS, pattern=PATTERN)
-            found |= {local_path(url, key=key) for url in urls}
+            urls += remote_cache().expand(given, key=key, endings=ENDINGS, pattern=PATTERN)
             continue
         path = Path(given).expanduser()
         if path.exists() or not PATTERN.intersection(given):
@@ -69,6 +76,7 @@ def expand(paths: Sequence[str], *, key: str) -> list[Path]:
         files = [file for file in files if file.suffix in ENDINGS and not file.name.endswith(NO_TOKENS)]
         require(bool(files), key, f"{given}: matches no {' or '.join(ENDINGS)} file")
         found |= {_data_file(file, key=key) for file in files}
+    found.update(local_paths(urls, key=key))
     return sorted(found, key=lambda file: Path(recorded_path(file)))
 
 
@@ -151,18 +159,18 @@ class TokenFile:
     def is_remote(self) -> bool:
         return self._cached is not None
 
-    def require_tokens(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Fetch what is missing of these ranges (first token, end) of a file in an object store."""
-        if self._cached is not None:
-            size, offset = self.dtype.itemsize, self._offset_bytes
-            self._cached.require((offset + size * first, offset + size * end) for first, end in ranges)
+    def remote_ranges(self, ranges: Iterable[tuple[int, int]]) -> list[RemoteRanges]:
+        """The bytes of these ranges (first token, end), for `fetch_ranges`; empty if the file is local."""
+        return [] if self._cached is None else [(self._cached, self._bytes_of(ranges))]
 
     def holding(self, ranges: Iterable[tuple[int, int]]) -> AbstractContextManager[None]:
-        """As `require_tokens`; the cache keeps these ranges until the `with` block ends."""
-        if self._cached is None:
-            return nullcontext()
+        """Fetch what is missing of these ranges (first token, end) of a file in an object store; the cache keeps them
+        until the `with` block ends."""
+        return nullcontext() if self._cached is None else self._cached.holding(self._bytes_of(ranges))
+
+    def _bytes_of(self, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         size, offset = self.dtype.itemsize, self._offset_bytes
-        return self._cached.holding((offset + size * first, offset + size * end) for first, end in ranges)
+        return [(offset + size * first, offset + size * end) for first, end in ranges]
 
     def windows(self, length: int, stride: int) -> Tokens:
         """All windows of `length` tokens that begin at multiples of `stride`, as rows of a view. Does not call

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from harness.config.errors import ConfigError, require
 from harness.data.corpus.corpus import MIN_SAMPLES, SampleOrigin, SampleShape, Tokens, digest
 from harness.data.corpus.document_ends import number_documents
+from harness.data.corpus.remote_cache import RemoteRanges, fetch_ranges
 from harness.data.corpus.token_files import NUM_PROBES, TokenFile, probes_per_file
 
 
@@ -45,6 +46,8 @@ class FilesCorpus:
         self._windows = [file.windows(self._length + 1, self._length) for file in files]
         self._unsigned = [np.dtype(file.dtype.str.replace("i", "u")) for file in files]
         """Unsigned dtype for the comparison of ids, in which a negative id is above every vocabulary."""
+        self.is_remote = any(file.is_remote for file in files)
+        """Whether a file is in an object store, so that it is worth fetching `remote_ranges` in advance."""
         self._is_trusted = [self._fits(file) for file in files]
 
     def sample(self, index: int) -> Tokens:
@@ -56,6 +59,7 @@ class FilesCorpus:
         if len(self._files) == 1:
             return self._rows_of(0, indices)
         numbers = np.searchsorted(self._ends, indices, side="right")
+        fetch_ranges(self.remote_ranges(indices))  # of all files at once
         rows = np.empty((len(indices), self._length + 1), dtype=np.int64)
         for number in np.unique(numbers).tolist():
             here = numbers == number
@@ -121,18 +125,16 @@ class FilesCorpus:
         message = f"{where} is id {rows[row, position]}, must be in 0 .. {self.vocab_size - 1} (model.vocab_size)"
         raise ConfigError(self._key, message)
 
-    @property
-    def is_remote(self) -> bool:
-        """Whether a file is in an object store, so that `fetch` is worth calling in advance."""
-        return any(file.is_remote for file in self._files)
-
-    def fetch(self, indices: NDArray[np.int64]) -> None:
-        """Fetch what these samples need from an object store; local files need nothing."""
+    def remote_ranges(self, indices: NDArray[np.int64]) -> list[RemoteRanges]:
+        """What these samples need from object stores, for `fetch_ranges`; local files need nothing."""
+        if not self.is_remote:
+            return []
         numbers = np.searchsorted(self._ends, indices, side="right")
+        wanted: list[RemoteRanges] = []
         for number in np.unique(numbers).tolist():
-            if self._files[number].is_remote:
-                first = self._ends[number - 1] if number else 0
-                self._files[number].require_tokens(self._ranges(indices[numbers == number] - first))
+            first = self._ends[number - 1] if number else 0
+            wanted += self._files[number].remote_ranges(self._ranges(indices[numbers == number] - first))
+        return wanted
 
     def _ranges(self, windows: NDArray[np.int64]) -> list[tuple[int, int]]:
         """First token and end of these windows."""
