@@ -6,7 +6,7 @@ Parts are plain objects. An enum and a `match` decide which class is used; there
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +26,7 @@ from harness.config.schema import Config, sharing
 from harness.config.sentinel import AllowedActions
 from harness.core.rundir import RunDir, config_digest
 from harness.data.batches import Batches
+from harness.data.corpus.corpus_record import DataRecord
 from harness.data.order.ledger import Ledger
 from harness.data.sources import RecordedData, describe_eod_token, make_rare_index, open_data
 from harness.distributed.activation_offload import ActivationOffload
@@ -111,10 +112,17 @@ def state_tensors(update: Update, loss_scale: LossScale, gate: Gate) -> dict[str
 
 
 def build(
-    cfg: Config, world: World, run: RunDir, *, shares_snapshots: bool = False, is_stopping: StopCheck = lambda: False
+    cfg: Config,
+    world: World,
+    run: RunDir,
+    *,
+    record: DataRecord | None = None,
+    shares_snapshots: bool = False,
+    is_stopping: StopCheck = lambda: False,
 ) -> Parts:
     """Construct every part. Initial weights depend on the seed and the parameter name only, not on the world size.
 
+    record: the data that this start reads, the same on all ranks; None: the data that the run has recorded.
     shares_snapshots: keep snapshots where a later start finds them. Only a training run does.
     is_stopping: whether this rank was asked to stop; a wait for storage then ends on all ranks.
     """
@@ -132,16 +140,9 @@ def build(
 
     entries = run_on_rank_zero(lambda: Ledger.load(run.ledger, writer=False).entries)
     ledger = Ledger.of(entries, path=run.ledger if world.is_first else None)
-    batches, held_out = open_data_on_all_ranks(cfg, world, run, ledger)
+    batches, held_out = open_data_on_all_ranks(cfg, world, run, ledger, record)
     parameters = dict(model.named_parameters())
-    layout = SignalLayout(
-        groups=tuple(dict.fromkeys(group_of(name) for name in parameters)),
-        layers=tuple(f"blocks.{layer}" for layer in sampled_layers(cfg.model.num_layers)),
-        sources=batches.source_names,
-        num_ranks=world.size,
-        context=world.context,
-        has_fp8=cfg.precision.kind is PrecisionKind.fp8,
-    )
+    layout = signal_layout(cfg, world, parameters, sources=batches.source_names)
     fp8_layers.materialize(world.device, layout.groups)
     compiles_on_cuda = cfg.parallel.compile and world.device.type == "cuda"
     update = build_update(
@@ -191,6 +192,20 @@ def build(
     )
 
 
+def signal_layout(
+    cfg: Config, world: World, parameters: Mapping[str, Tensor], *, sources: tuple[str, ...]
+) -> SignalLayout:
+    """What the all-reduce of a step contains."""
+    return SignalLayout(
+        groups=tuple(dict.fromkeys(map(group_of, parameters))),
+        layers=tuple(f"blocks.{layer}" for layer in sampled_layers(cfg.model.num_layers)),
+        sources=sources,
+        num_ranks=world.size,
+        context=world.context,
+        has_fp8=cfg.precision.kind is PrecisionKind.fp8,
+    )
+
+
 def build_model(cfg: Config, world: World) -> tuple[Transformer, Fp8Layers]:
     """The model and its fp8 layers, without memory for their tensors."""
     check_chunks(cfg, world.device)
@@ -221,9 +236,12 @@ def build_qk_clip(cfg: Config, update: Update, *, device: torch.device, comm_sta
     )
 
 
-def open_data_on_all_ranks(cfg: Config, world: World, run: RunDir, ledger: Ledger) -> tuple[Batches, Batches]:
+def open_data_on_all_ranks(
+    cfg: Config, world: World, run: RunDir, ledger: Ledger, record: DataRecord | None
+) -> tuple[Batches, Batches]:
     """Open this rank's training and held-out data. All ranks read the files that rank 0 lists; if one fails, all do."""
-    recorded = RecordedData(run_on_rank_zero(lambda: recorded_data(cfg, run)), run.rare_tokens)
+    record = record or run_on_rank_zero(lambda: recorded_data(cfg, run))
+    recorded = RecordedData(record, run.rare_tokens)
     gather_results(lambda: make_rare_index(cfg, recorded) if world.is_first else None, world.background_group)
     opened = run_on_all_ranks(lambda: open_rank_data(cfg, world, ledger, recorded))
     if world.is_first and (report := opened[0].stratify_report()) is not None:

@@ -46,6 +46,8 @@ class Opened:
     last_iteration: int
     changes: dict[str, Any]
     """Config keys that were changed on purpose since the last start."""
+    is_new: bool = True
+    """There is no run to resume. Its configuration is written."""
     problem: str = ""
 
 
@@ -61,7 +63,10 @@ def clear_old_stop_file(cfg: Config) -> None:
 
 
 def open_run(cfg: Config, data: RunData) -> Opened:
-    """Create the run directory if needed and take its lease. `Opened.problem` says why that is not possible."""
+    """Create the run directory if needed and take its lease. `Opened.problem` says why that is not possible.
+
+    Only a new run gets its configuration here; `accept_config` replaces that of a run that is resumed.
+    """
     rundir.name_run(cfg)
     run = rundir.locate(cfg)
     seen = 0
@@ -71,11 +76,22 @@ def open_run(cfg: Config, data: RunData) -> Opened:
         require_evaluation(cfg.eval)
         run_lease.hold(run.path, cfg.run.lease_s)
         seen = max(last_iteration(run.events), 0)
-        corpus = render_record(data.record)
-        changes = rundir.prepare_run_dir(cfg, run, iteration=seen, corpus=corpus, data_changes=data.changes)
-        return Opened(run, seen, changes)
+        changes = rundir.create_run_dir(cfg, run) | data.changes
+        if is_new := not rundir.has_begun(run):
+            rundir.record_config(cfg, run, changes, iteration=seen, corpus=render_record(data.record))
+        return Opened(run, seen, changes, is_new)
     except ConfigError as error:
         return Opened(run, seen, {}, problem=str(error))
+
+
+def accept_config(cfg: Config, data: RunData, opened: Opened) -> None:
+    """Make the configuration and the data of this start those of the run, and log what changed; on rank 0.
+
+    Only after all ranks have loaded the state: a start that is rejected or killed before leaves the run as it was.
+    """
+    if not opened.is_new:
+        corpus = render_record(data.record)
+        rundir.record_config(cfg, opened.run, opened.changes, iteration=opened.last_iteration, corpus=corpus)
 
 
 def find_data_change(run: RunDir) -> DataChange | None:

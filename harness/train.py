@@ -35,7 +35,7 @@ from harness.control.inbox import append_intervention
 from harness.control.stop_requests import StopRequest, signals_to
 from harness.control.watcher import watching
 from harness.core import rundir
-from harness.core.events import Intervention, ReducedRecord, RunEnded
+from harness.core.events import Event, Intervention, ReducedRecord, RunEnded
 from harness.core.gc_schedule import GcSchedule
 from harness.core.locking import run_lease
 from harness.core.state import RunState
@@ -50,9 +50,9 @@ from harness.precision.fp8.engine import require_engine
 from harness.recomputation import choose_recomputation, explain_check_off
 from harness.recovery import run_actions
 from harness.remote_resume import restore_remote_run
-from harness.resume import Opened, clear_old_stop_file, find_data_change, open_run, resume
+from harness.resume import Opened, accept_config, clear_old_stop_file, find_data_change, open_run, resume
 from harness.run import Ending, Run
-from harness.run_corpus import resolve_run_data
+from harness.run_corpus import RunData, resolve_run_data
 from harness.sentinel.device.step_report import HostFacts
 from harness.start_check import check_determinism
 from harness.step import (
@@ -317,26 +317,41 @@ def run_worker(cfg: Config, wrap: RunWrapper = unwrapped) -> int:
         if opened.problem:
             raise ConfigError("", opened.problem)
         try:
-            return train_opened_run(cfg, opened, world, stop, wrap, settings)
+            return train_opened_run(cfg, data, opened, world, stop, wrap, settings)
         except StoppedError as stopped:
             stopped.error.is_shared = True
             raise stopped.error from None
 
 
 def train_opened_run(
-    cfg: Config, opened: Opened, world: World, stop: StopRequest, wrap: RunWrapper, settings: DeterministicSettings
+    cfg: Config,
+    data: RunData,
+    opened: Opened,
+    world: World,
+    stop: StopRequest,
+    wrap: RunWrapper,
+    settings: DeterministicSettings,
 ) -> int:
-    """Build all parts, resume from the newest checkpoint, train, and end the run."""
+    """Build all parts, resume from the newest checkpoint, train, and end the run.
+
+    The processes that read the configuration of the run start after it is accepted.
+    """
     directory = opened.run
     with (
         Heartbeat(directory, rank=world.rank, world_size=world.size, num_steps=cfg.train.num_steps) as heartbeat,
         sampling_system(directory, world, heartbeat, every_s=cfg.telemetry.system_every_s),
-        uploading(directory, cfg.checkpoint.remote, is_first=world.is_first),
-        closing_parts(build(cfg, world, directory, shares_snapshots=True, is_stopping=lambda: bool(stop))) as parts,
-        enter_on_all_ranks(EventReporter(cfg, directory, world=world, meter=build_meter(cfg, world))) as reporter,
+        closing_parts(
+            build(
+                cfg,
+                world,
+                directory,
+                record=data.record,
+                shares_snapshots=True,
+                is_stopping=lambda: bool(stop),
+            )
+        ) as parts,
         enter_on_all_ranks(watching(directory, stop, is_first=world.is_first)) as inbox,
         GcSchedule() as gc_schedule,
-        StepProfiler(directory, cfg.profile, rank=world.rank, world_size=world.size, device=world.device) as profiler,
     ):
         run_on_rank_zero(lambda: write_manifest(directory, run_manifest(cfg, parts, settings)))
         state, events = resume(cfg, parts, opened)
@@ -344,17 +359,15 @@ def train_opened_run(
             line = check_determinism(parts, state, cfg=cfg)
             if world.is_first:
                 print(f"run.deterministic: {line}{settings.describe_kept()}", flush=True)
-        if world.is_first and (line := explain_check_off(cfg, world)):
-            print(line, flush=True)
-        for event in events:
-            reporter.emit_after_pause(event)
-        parts.planned.resume(run_on_rank_zero(lambda: find_data_change(directory)), state.cursor)
-        if world.is_first and (dtypes := opened.changes.get("optim.moment_dtype")) and state.step:
-            print(f"optim.moment_dtype: the moments of step {state.step} were {dtypes[0]}, are {dtypes[1]}", flush=True)
-        if opened.changes:
-            reporter.emit_after_pause(rundir.make_config_change_event(opened.changes, iteration=state.iteration))
-        run = wrap(
-            Run(
+        run_on_rank_zero(lambda: accept_config(cfg, data, opened))
+        with (
+            uploading(directory, cfg.checkpoint.remote, is_first=world.is_first),
+            enter_on_all_ranks(EventReporter(cfg, directory, world=world, meter=build_meter(cfg, world))) as reporter,
+            StepProfiler(
+                directory, cfg.profile, rank=world.rank, world_size=world.size, device=world.device
+            ) as profiler,
+        ):
+            run = Run(
                 cfg=cfg,
                 directory=directory,
                 parts=parts,
@@ -366,16 +379,31 @@ def train_opened_run(
                 gc_schedule=gc_schedule,
                 profiler=profiler,
             )
-        )
-        code, reason, _ = finish_run(run, train(run))
-        heartbeat.end(code, reason, state, wait_s=longest_end_s(cfg))
-        for incident in parts.sentinel.drain_events(last=True):
-            reporter.emit_event(incident)
-        reporter.end(
-            RunEnded(time=time.time(), iteration=state.iteration, step=state.step, exit_code=code, reason=reason),
-            is_stopping=lambda: bool(stop),
-        )
+            report_start(run, opened, events)
+            run = wrap(run)
+            code, reason, _ = finish_run(run, train(run))
+            heartbeat.end(code, reason, state, wait_s=longest_end_s(cfg))
+            for incident in parts.sentinel.drain_events(last=True):
+                reporter.emit_event(incident)
+            reporter.end(
+                RunEnded(time=time.time(), iteration=state.iteration, step=state.step, exit_code=code, reason=reason),
+                is_stopping=lambda: bool(stop),
+            )
     return code
+
+
+def report_start(run: Run, opened: Opened, events: list[Event]) -> None:
+    """Report what was found at the start and what changed since the last one, and plan the window after a change."""
+    cfg, parts, state, is_first = run.cfg, run.parts, run.state, run.parts.world.is_first
+    if is_first and (line := explain_check_off(cfg, parts.world)):
+        print(line, flush=True)
+    for event in events:
+        run.reporter.emit_after_pause(event)
+    parts.planned.resume(run_on_rank_zero(lambda: find_data_change(run.directory)), state.cursor)
+    if is_first and (dtypes := opened.changes.get("optim.moment_dtype")) and state.step:
+        print(f"optim.moment_dtype: the moments of step {state.step} were {dtypes[0]}, are {dtypes[1]}", flush=True)
+    if opened.changes:
+        run.reporter.emit_after_pause(rundir.make_config_change_event(opened.changes, iteration=state.iteration))
 
 
 def main() -> int:

@@ -288,6 +288,14 @@ def prepare_run_dir(
 
     `corpus` is the record of the data. `data_changes` are changes in it that the configuration does not show.
     """
+    changes = create_run_dir(cfg, run) | (data_changes or {})
+    record_config(cfg, run, changes, iteration=iteration, corpus=corpus)
+    return changes
+
+
+def create_run_dir(cfg: Config, run: RunDir) -> dict[str, Any]:
+    """Create the directory if needed; returns the changes that `run.resume` allows, key -> [old, new]. The files of the
+    run stay as they are."""
     check_resume(cfg, run)
     require_no_credentials(cfg.telemetry.tracking_uri)
     run_lease.require_free(run.path, wait=False)
@@ -295,17 +303,22 @@ def prepare_run_dir(
         run.logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise run_lease.io_error(run.path, "cannot create", error) from None
-    changes = {key: list(values) for key, values in differences(cfg, run).items()} | (data_changes or {})
+    changes = {key: list(values) for key, values in differences(cfg, run).items()}
     for key in CHANGED_MODEL:
         if key in changes and has_checkpoint(run):
             old, new = changes[key]
             print_warning(f"{key} was {old}, is {new}: the weights were trained with {old}")
+    return changes
+
+
+def record_config(cfg: Config, run: RunDir, changes: dict[str, Any], *, iteration: int, corpus: str) -> None:
+    """Write the configuration and the record of the data, after the intervention that accepts their changes: a start
+    that is killed in between accepts them again."""
     if changes:
         append_line(run.interventions, to_json(make_config_change_event(changes, iteration=iteration)))
     if corpus:
         write_atomically(run.corpus, corpus)
     write_atomically(run.config, to_yaml(cfg))
-    return changes
 
 
 def make_config_change_event(changes: dict[str, Any], *, iteration: int) -> Intervention:

@@ -136,6 +136,7 @@ def open_with_failure(directory: str, what: str, rank: int, *overrides: str) -> 
         "log": lambda: patch.object(resume, "events_since", _raise_io_error),
         "manifest": lambda: patch.object(train, "write_manifest", _raise_io_error),
         "directory": lambda: patch.object(train, "open_run", _raise_io_error),
+        "accepted config": lambda: patch.object(train, "accept_config", _raise_io_error),
         "engine": lambda: patch.object(train, "require_engine", _raise_io_error),
     }
     is_faulty_rank = os.environ["RANK"] == str(rank)

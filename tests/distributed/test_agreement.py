@@ -92,7 +92,7 @@ def test_a_rank_that_reads_other_bytes_is_named(ranks: Pool, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("what", "rank"),
-    [("data", 1), ("ledger", 0), ("log", 0), ("manifest", 0), ("directory", 0), ("engine", 1)],
+    [("data", 1), ("ledger", 0), ("log", 0), ("manifest", 0), ("directory", 0), ("accepted config", 0), ("engine", 1)],
 )
 def test_a_failure_on_one_rank_at_start_fails_on_all(ranks: Pool, tmp_path: Path, what: str, rank: int) -> None:
     results = ranks.run(2, diverging_ranks.open_with_failure, str(tmp_path), what, rank)

@@ -26,9 +26,11 @@ import torch
 from harness import train
 from harness.build import Parts, build
 from harness.checkpoint import catalog, integrity
+from harness.config.compose import read
+from harness.config.run import ResumePolicy
 from harness.config.schema import Config
 from harness.core import event_json, rundir
-from harness.core.events import RunEnded, RunStarted, StepRecord
+from harness.core.events import Intervention, RunEnded, RunStarted, StepRecord
 from harness.distributed.shards import local
 from tests.composed import load
 from tests.distributed import cases
@@ -108,7 +110,13 @@ WRITER = "torch.distributed.checkpoint.filesystem:FileSystemWriter"
 
 FORWARD = Place("forward", "harness.train:forward_backward")
 PHASES = (
-    Candidate(Place("configuration", "harness.core.rundir:write_atomically", kill_in_fsync), ALL),
+    Candidate(
+        Place("configuration", "harness.core.rundir:write_atomically", kill_in_fsync),
+        ALL,
+        (0,),
+        range(1, 4),
+        range(1, 4),
+    ),
     Candidate(
         Place("log", "harness.telemetry.event_log:EventLog._append", kill_in_write), ALL, (0,), range(1, 7), range(1, 7)
     ),
@@ -290,6 +298,43 @@ def test_a_run_killed_in_any_phase_resumes_bit_identically(
     was_killed = run_through_kills(killable, cfg, kill_points)
     assert all(was_killed), f"a kill did not happen: {[*zip(map(str, kill_points), was_killed, strict=True)]}"
     check_end(killable, cfg, control)
+
+
+@pytest.mark.full
+def test_a_changed_config_is_accepted_once_the_state_is_loaded_whatever_is_killed(
+    killable: KillableRanks, killed_once: Path, tmp_path: Path
+) -> None:
+    """Before that the run stays as it was, and the old command resumes it."""
+    directories = [tmp_path / name for name in ("killed", "control")]
+    configs = []
+    for directory in directories:
+        shutil.copytree(killed_once, directory)
+        cfg = configure(directory)
+        cfg.optim.lr, cfg.run.resume = 0.001, ResumePolicy.changed
+        configs.append(cfg)
+    run = rundir.locate(configs[0])
+    before = run.config.read_bytes()
+    load = Place("load", "harness.resume:load_state")
+    log = Place("intervention", "harness.core.rundir:append_line", kill_in_fsync)
+    write = Place("configuration", "harness.core.rundir:write_atomically", kill_in_fsync)
+    for place, when, nth in [
+        (load, When.before, 1),
+        (load, When.after, 1),
+        (log, When.before, 1),
+        (log, When.within, 1),
+        (write, When.before, 2),
+        (write, When.within, 3),
+    ]:
+        kill_point = KillAtCall(place=place, when=when, nth=nth, rank=0, grace_s=0.0)
+        assert killable.run(SIZE, run_rank, configs[0], kill_point=kill_point).killed, kill_point
+        assert run.config.read_bytes() == before
+        assert place is write or when is When.within or not run.interventions.exists()
+        rundir.check_resume(configure(directories[0]), run)
+    outcomes = [killable.run(SIZE, run_rank, cfg) for cfg in configs]
+    assert outcomes[0].results == outcomes[1].results
+    assert read(run.config).optim.lr == 0.001
+    logged = [event for event in event_json.read(run.events) if isinstance(event, Intervention)]
+    assert [event.changes["optim.lr"] for event in logged] == [[0.003, 0.001]]
 
 
 @pytest.mark.full

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.core import event_json
+from harness.config.compose import read
+from harness.control.inbox import interventions
+from harness.core import event_json, rundir
 from harness.core.events import CheckpointSaved, RunEnded, RunStarted, StepRecord
 from harness.telemetry.event_log import prepare_run
 from tests.distributed import cases
@@ -75,6 +77,31 @@ def test_the_window_after_another_batch_size_survives_a_restart(
         (code, records), *_ = ranks.run(1, cases.run, str(tmp_path), *start)
         assert code == 0
     assert [record.cursor for record in records if record.in_planned_change] == [4, 5, 6, 7, 8]
+
+
+def test_a_start_that_is_rejected_after_the_run_was_opened_changes_nothing(ranks: Pool, tmp_path: Path) -> None:
+    """The checkpoint tells: AdamW cannot continue with the state of Muon."""
+    overrides = ("run.name=a", "model.num_layers=1", "train.num_steps=2", "optim.warmup_steps=1")
+    run = rundir.RunDir(tmp_path / "a")
+
+    def start(*more: str) -> cases.StartResult:
+        first, second = ranks.run(2, cases.start_run, str(tmp_path), *overrides, *more)
+        assert (first.code, first.problem) == (second.code, second.problem)
+        return first  # type: ignore[no-any-return]
+
+    assert start("optim=muon").code == 0
+    files = (run.config, run.corpus, run.events)
+    before = [path.read_bytes() for path in files]
+    rejected = start("optim=adamw", "train.batch_size=16", "run.resume=changed")
+    assert rejected.code == 2
+    assert "has no state that AdamW could continue with" in rejected.problem
+    assert [path.read_bytes() for path in files] == before
+    assert not run.interventions.exists()
+    assert start("optim=muon").code == 0
+    assert start("optim=muon", "train.num_steps=3", "train.batch_size=16", "run.resume=changed").code == 0
+    assert read(run.config).train.batch_size == 16
+    [change] = interventions(run)
+    assert change.changes["train.batch_size"] == [8, 16]
 
 
 @pytest.mark.full
