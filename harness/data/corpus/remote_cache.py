@@ -240,8 +240,8 @@ class RemoteCache:
             names = [found for found in names if found.endswith(tuple(endings)) and not found.endswith(".counts.npy")]
             require(bool(names), key, f"{given}: matches no {' or '.join(endings)} file")
             return [f"{bucket}/{found}" for found in sorted(set(names))]
-        listed = self._list(store, name, key)
         base = name.removesuffix(".idx") + ".bin" if name.endswith(".idx") else name
+        listed = self._list(store, name, key, wanted=({base}, {f"{name}.bin", f"{name}.idx"}))
         for candidate in (base, f"{name}.bin"):
             if candidate in listed:
                 is_prefix = candidate != base
@@ -262,7 +262,7 @@ class RemoteCache:
         """The local files of an object and of its companions, without content."""
         bucket, name = _split(url, key)
         store = self._store(bucket, key)
-        listed = self._list(store, name, key)
+        listed = self._list(store, name, key, wanted=({name},))
         require(name in listed, key, f"{url}: no such object")
         stem = name.rpartition(".")[0]
         beside = [stem + ending for ending in COMPANIONS if stem + ending in listed and name.endswith((".bin", ".npy"))]
@@ -312,12 +312,16 @@ class RemoteCache:
             self._stores[bucket] = ObjectStore(bucket, key=key, retry_s=self._cfg.retry_s)
         return self._stores[bucket]
 
-    def _list(self, store: ObjectStore, name: str, key: str) -> dict[str, StoredObject]:
-        """All objects in the directory of an object, by their path in the bucket."""
+    def _list(self, store: ObjectStore, name: str, key: str, *, wanted: Sequence[set[str]]) -> dict[str, StoredObject]:
+        """All objects in the directory of an object, by their path in the bucket.
+
+        A recent listing is used if it has all objects of one set in `wanted`; they may have been written since.
+        """
         folder = name.rpartition("/")[0]
         place = f"{store.url}/{folder}"
         listed_s, listing = self._listings.get(place, (float("-inf"), {}))
-        if time.monotonic() - listed_s > LISTING_S or name not in listing:
+        is_recent = time.monotonic() - listed_s <= LISTING_S
+        if not (is_recent and any(names <= listing.keys() for names in wanted)):
             prefix = f"{folder}/" if folder else ""
             listing = {prefix + each: found for each, found in store.find_all(folder).items()}
             require(bool(listing), key, f"{place}: has no objects")
