@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from harness.analysis.replay import history
+from harness.analysis.replay.request import plan_replay
+from harness.analysis.replay.rerun import replay_config, run_replay_worker
+from harness.build import Parts
+from harness.checkpoint import catalog
+from harness.core import event_json
 from harness.core.events import Action, ActionKind, Event, Outcome, StepRecord
 from harness.core.rundir import RunDir
 from harness.data.order.ledger import Ledger, Revocation
 from harness.data.sources import open_data
+from harness.faults.bad_batches import corrupt_batches
+from harness.faults.fault_plan import Fault as Shift
+from harness.faults.fault_plan import FaultKind
 from harness.sentinel.policy.policy import replay_actions
 from tests.distributed import faulty_runs
 from tests.distributed.cases import tiny
@@ -64,6 +75,39 @@ def check_replay(log: list[Event]) -> None:
     assert again == [(action.kind, action.iteration, action.give_back) for action in events_of(Action, log)]
 
 
+def shift_data(factor: float, parts: Parts) -> None:
+    """What `Fault("data")` does to a run."""
+    shift = Shift(kind=FaultKind.data_shift, at=SHIFT, duration=faulty_runs.SHIFT_DURATION, factor=factor)
+    corrupt_batches(parts.batches, shift, seed=0, world_size=2)
+
+
+def replay_last_step(ranks: Pool, run: RunDir, factor: float, *overrides: str) -> dict[str, Any]:
+    """Replay the last step of a run from the checkpoint before the shift."""
+    cfg = replay_config(tiny(*STEPS, *overrides, f"run.name={run.path.name}", directory=str(run.path.parent)))
+    log = history.read(run.events)
+    last = events_of(StepRecord, list(event_json.read(run.events)))[-1].iteration
+    names = [saved.name for saved in catalog.list_checkpoints(run.checkpoints) if log.checkpoints[saved.name] < SHIFT]
+    path = history.find_path(log, last, names)
+    planned = plan_replay(run, cfg, log, path, ranks=2, report=run.path / "replay.json")
+    request = replace(planned, tamper=partial(shift_data, factor))
+    assert ranks.run(2, run_replay_worker, request, cfg) == [0, 0]
+    found: dict[str, Any] = json.loads(request.report.read_text())
+    assert found["num_on_the_way"] > last - SHIFT
+    return found
+
+
+def test_a_replay_accepts_the_updates_of_a_planned_change(ranks: Pool, tmp_path: Path) -> None:
+    """Without the window the gate rejects the first of them."""
+    phases = f"data.phases=[{{from_batch: {SHIFT}, weights: {{synthetic: 0.002}}}}]"
+    mixture = ("data=mixture", "data.sources.synthetic.weight=0.001")
+    unplanned = run(ranks, tmp_path, "unplanned", Fault("data", 0, factor=1.0, batch=SHIFT), *mixture, "data.phases=[]")
+    assert any(record.refused for record in events_of(StepRecord, unplanned.log))
+    victim = run(ranks, tmp_path, "victim", Fault("data", 0, factor=1.0, batch=SHIFT), *mixture, phases)
+    assert not any(record.refused for record in events_of(StepRecord, victim.log))
+    found = replay_last_step(ranks, RunDir(tmp_path / "victim"), 1.0, *mixture, phases)
+    assert (found["left_the_log_at"], found["nature"]) == (None, "deterministic")
+
+
 def test_new_data_is_accepted_and_a_control_with_the_final_ledger_has_the_same_weights(
     ranks: Pool, tmp_path: Path
 ) -> None:
@@ -79,6 +123,8 @@ def test_new_data_is_accepted_and_a_control_with_the_final_ledger_has_the_same_w
     assert ledger.num_excluded == 0
     assert isinstance(ledger.entries[-1], Revocation)
     check_replay(victim.log)
+    found = replay_last_step(ranks, RunDir(tmp_path / "victim"), 0.8)
+    assert (found["left_the_log_at"], found["nature"]) == (None, "deterministic"), "the gate accepts the new level"
     faulty_runs.copy_ledger(tmp_path / "victim", tmp_path / "control")
     control = run(ranks, tmp_path, "control", shift)
     assert consumed(control.log) == consumed(victim.log)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from harness.config.errors import ConfigError
-from harness.core.events import Action, CheckpointSaved, Finding, Outcome, RunStarted, StepRecord
+from harness.core.events import Action, ActionKind, CheckpointSaved, Finding, Outcome, RunStarted, StepRecord
 from harness.core.rundir import RunDir
 from harness.sentinel.policy.incident_log import INFORMATIVE
 from harness.sentinel.policy.policy_state import RESTORES
@@ -38,6 +38,15 @@ class Restore(NamedTuple):
     """The iteration whose state was restored."""
 
 
+class AcceptedLevel(NamedTuple):
+    """An accepted level of the loss, at which the gate was re-anchored."""
+
+    after: int
+    """The last iteration before it."""
+    loss: float | None
+    grad_norm: float | None
+
+
 @final
 @dataclass(slots=True)
 class History:
@@ -51,6 +60,8 @@ class History:
     """First iteration of each start -> its number of ranks."""
     findings: list[Finding] = field(default_factory=list)
     actions: list[Action] = field(default_factory=list)
+    accepted: list[AcceptedLevel] = field(default_factory=list)
+    """In order, without those that a restore undid before the next step."""
 
     def world_size(self, iteration: int) -> int:
         """Number of ranks at an iteration."""
@@ -64,11 +75,13 @@ def read(log: Path) -> History:
         match event:
             case RunStarted():
                 history.worlds[event.iteration + 1] = event.world_size
-                history.restores.append(
-                    Restore(event.iteration, _iteration_of(event.resumed_from or "", history.checkpoints))
-                )
+                _add_restore(history, event.iteration, event.resumed_from or "")
             case Outcome(succeeded=True) if event.kind in RESTORES:
-                history.restores.append(Restore(event.iteration, _iteration_of(event.target, history.checkpoints)))
+                _add_restore(history, event.iteration, event.target)
+            case Outcome(succeeded=True, kind=ActionKind.accept):
+                same = (each for each in reversed(history.actions) if each.incident == event.incident)
+                if (action := next((each for each in same if each.kind is ActionKind.accept), None)) is not None:
+                    history.accepted.append(AcceptedLevel(event.iteration, action.level, action.grad_level))
             case CheckpointSaved():
                 history.checkpoints[event.directory] = event.iteration
             case Finding():
@@ -78,6 +91,11 @@ def read(log: Path) -> History:
             case _:
                 pass
     return history
+
+
+def _add_restore(history: History, after: int, target: str) -> None:
+    history.restores.append(Restore(after, _iteration_of(target, history.checkpoints)))
+    history.accepted = [level for level in history.accepted if level.after != after]
 
 
 def _iteration_of(target: str, checkpoints: dict[str, int]) -> int:
@@ -171,6 +189,11 @@ def read_path(history: History, path: ReplayPath) -> list[StepRecord]:
         if not record.refused or record.iteration == path.iteration
     ]
     return list({record.iteration: record for record in records}.values())
+
+
+def accepted_on_path(history: History, path: ReplayPath) -> list[AcceptedLevel]:
+    """The levels that were accepted on the way, in order; each holds from the next step on."""
+    return [level for level in history.accepted if any(level.after + 1 in stretch for stretch in path.stretches)]
 
 
 def read_replay(folder: Path) -> dict[str, Any] | None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from harness.analysis.replay import history
-from harness.analysis.replay.history import History, ReplayPath
+from harness.analysis.replay.history import AcceptedLevel, History, ReplayPath
 from harness.checkpoint import catalog
 from harness.checkpoint.catalog import Health
 from harness.config.schema import Config
@@ -38,6 +38,8 @@ class ReplayRequest:
     exactly: bool
     """Whether results must be bit-identical to the log."""
     with_samples: bool
+    accepted: list[AcceptedLevel] = field(default_factory=list)
+    """Levels of the loss that were accepted between these steps."""
     in_fp32: bool = False
     """Compute the guilty step once more in fp32."""
     tamper: Callable[[Parts], None] | None = None
@@ -62,6 +64,7 @@ def plan_replay(run: RunDir, cfg: Config, log: History, path: ReplayPath, *, ran
         report=report,
         checkpoint=path.checkpoint,
         steps=history.read_path(log, path),
+        accepted=history.accepted_on_path(log, path),
         older=path.older,
         exactly=ranks == world_size and can_reproduce(run, cfg),
         with_samples=False,

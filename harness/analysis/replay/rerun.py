@@ -12,6 +12,7 @@ Left out: faults of a drill that struck once. Data that a drill corrupted is cor
 from __future__ import annotations
 
 import json
+from collections import deque
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, final
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from harness.analysis.replay.activation_probe import measure_activations, reduce_measurements
+from harness.analysis.replay.history import AcceptedLevel
 from harness.analysis.replay.measured_step import MeasuredStep, probed_fields
 from harness.analysis.replay.module_watch import NonFiniteModules, watch_modules
 from harness.analysis.replay.request import ReplayRequest
@@ -120,11 +122,14 @@ def replay_steps(request: ReplayRequest, parts: Parts, cfg: Config, world: World
     initial = clone(tensors)
     restore(request.checkpoint, root, parts, world)
     *earlier, guilty = request.steps
+    accepted = deque(request.accepted)
     left_at = None
     for record in earlier:
+        reopen_gate(parts, accepted, before=record.iteration)
         again = StepNumbers.of(replay_step(parts, cfg, record))
         if left_at is None and not is_same(again, StepNumbers.of(record), exactly=request.exactly):
             left_at = record.iteration
+    reopen_gate(parts, accepted, before=guilty.iteration)
     reached = clone(tensors)
     first = StepNumbers.of(replay_step(parts, cfg, guilty))
     copy_back(tensors, reached)
@@ -184,11 +189,20 @@ def restore(name: str | None, root: Path, parts: Parts, world: World) -> None:
     set_rate(parts, state)
 
 
+def reopen_gate(parts: Parts, accepted: deque[AcceptedLevel], *, before: int) -> None:
+    """Re-anchor the gate at the levels that were accepted before an iteration, as the run did; takes them off the
+    list."""
+    while accepted and accepted[0].after < before:
+        level = accepted.popleft()
+        parts.gate.reopen(loss=level.loss, grad_norm=level.grad_norm)
+
+
 def replay_step(parts: Parts, cfg: Config, record: StepRecord, *, probe: bool = False) -> StepRecord:
-    """Compute a logged step again, in the precision it had; returns its new record."""
+    """Compute a logged step again, in the precision and with the bounds of the gate that it had; returns its new
+    record."""
     parts.fp8_layers.use_fp8(record.in_fp8 is not False)
     forward_backward(parts, parts.batches[record.cursor], cfg=cfg, probe=probe)
-    report = finish_step(parts, cfg=cfg, probe=probe)
+    report = finish_step(parts, cfg=cfg, probe=probe, planned=record.in_planned_change)
     facts = HostFacts(
         iteration=record.iteration,
         cursor=record.cursor,
@@ -198,6 +212,7 @@ def replay_step(parts: Parts, cfg: Config, record: StepRecord, *, probe: bool = 
         memory_bytes=0,
         batch={},
         in_fp8=parts.fp8_layers.in_fp8,
+        in_planned_change=record.in_planned_change,
     )
     return unpack_report(
         parts.signals.layout,
@@ -241,7 +256,7 @@ def watch_step(
     parts.fp8_layers.use_fp8(record.in_fp8 is not False)
     with watch_modules(parts.model, on_reference_path=on_reference_path) as own:
         forward_backward(parts, parts.batches[record.cursor], cfg=cfg, probe=False)
-    finish_step(parts, cfg=cfg, probe=False)
+    finish_step(parts, cfg=cfg, probe=False, planned=record.in_planned_change)
     by_rank = enumerate(gather_results(lambda: own))
     return {rank: of_rank for rank, of_rank in by_rank if not of_rank.is_clean}
 

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from harness.analysis.replay.history import History, find_path, guilty_step, read, read_path
+from harness.analysis.replay.history import (
+    AcceptedLevel,
+    History,
+    accepted_on_path,
+    find_path,
+    guilty_step,
+    read,
+    read_path,
+)
 from harness.config.errors import ConfigError
 from harness.core.event_json import to_json
 from harness.core.events import (
@@ -135,6 +144,41 @@ def test_path_follows_a_restart(read_log: ReadLog) -> None:
     assert history.world_size(10) == 4
     again = read_log([*PLAIN, started(9), step(10)])
     assert iterations(again, 10, "at-8") == (None, [10])
+
+
+def accept(after: int, level: float | None = 2.0) -> list[Event]:
+    """The loss of new data is accepted after an iteration; its record arrived one iteration before."""
+    chosen = replace(action(after - 1, after - 1, kind=ActionKind.accept), level=level, grad_level=0.5)
+    return [chosen, outcome(after, "", ActionKind.accept)]
+
+
+def levels(history: History, iteration: int, *available: str) -> list[AcceptedLevel]:
+    return accepted_on_path(history, find_path(history, iteration, available))
+
+
+def test_levels_accepted_on_the_path_are_found(read_log: ReadLog) -> None:
+    """A level that was accepted after the iteration of a checkpoint is not in it."""
+    log: list[Event] = [started(0), *map(step, range(1, 5)), saved(4), *accept(4), *map(step, range(5, 10))]
+    history = read_log(log)
+    assert levels(history, 9) == levels(history, 9, "at-4") == levels(history, 5) == [(4, 2.0, 0.5)]
+    assert levels(history, 4) == []
+    log = [started(0), *map(step, range(1, 4)), *accept(3), step(4), saved(4), *map(step, range(5, 10))]
+    assert levels(read_log(log), 9, "at-4") == []
+
+
+def test_levels_that_a_restore_undid_are_not_on_the_path(read_log: ReadLog) -> None:
+    log = [*PLAIN[:-1], *accept(8), outcome(8, "snapshot of iteration 6"), *map(step, range(9, 12)), *accept(11, 3.0)]
+    history = read_log([*log, step(12), *accept(12, None), step(13)])
+    assert levels(history, 13) == [(11, 3.0, 0.5), (12, None, 0.5)]
+    log = [*PLAIN[:-1], outcome(8, "snapshot of iteration 6"), *accept(8), step(9)]
+    assert levels(read_log(log), 9) == [(8, 2.0, 0.5)], "accepted after the restore"
+    log = [*PLAIN, *accept(9), step(10), outcome(10, "snapshot of iteration 9"), step(11)]
+    assert levels(read_log(log), 11) == [], "the snapshot of an iteration is taken before its report arrives"
+
+
+def test_a_level_that_could_not_be_accepted_does_not_count(read_log: ReadLog) -> None:
+    log = [*PLAIN, accept(9)[0], outcome(9, "", ActionKind.accept, succeeded=False), step(10)]
+    assert levels(read_log(log), 10) == []
 
 
 def test_guilty_step_is_the_rejected_one_or_the_onset(read_log: ReadLog) -> None:
