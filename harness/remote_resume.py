@@ -2,17 +2,21 @@
 
 How: rank 0 downloads the newest checkpoint that is complete and not tainted, verifies it against its manifest, and then
 the run files, the event log last. From there on the start is an ordinary resume from a run directory. The other ranks
-wait in short collectives, because a download may take longer than `parallel.timeout_s`.
+wait in short collectives, because a download may take longer than `parallel.timeout_s`. After each of them the ranks
+reduce their stop requests: a stop ends the start on all ranks with 75, and nothing waits for the download.
 A local run directory is preferred, unless the run has gone on elsewhere since: then the start is rejected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+import errno
+from concurrent.futures import Future, wait
+from threading import Thread
+from typing import final
 
 from harness.checkpoint.catalog import Checkpoint, Health
 from harness.checkpoint.integrity import Damaged
+from harness.checkpoint.io_retry import StopCheck
 from harness.checkpoint.remote.remote_run import KEY, RemoteRun, RunIndex, open_remote_run
 from harness.checkpoint.remote.uploader import new_run_id, read_run_id, write_run_id
 from harness.config.checkpoint import CheckpointRemoteConfig
@@ -22,50 +26,73 @@ from harness.core import rundir
 from harness.core.locking import run_lease
 from harness.core.rundir import RunDir
 from harness.core.stderr_lines import print_warning
-from harness.distributed.collectives import run_on_rank_zero
+from harness.distributed.collectives import any_rank, run_on_rank_zero
 from harness.telemetry.event_log import last_iteration
 
-POLL_S = 10.0
-"""How long the ranks wait in one collective."""
+POLL_S = 1.0
+"""How long the ranks wait in one collective, and between two looks for a stop request."""
 
 
-def restore_remote_run(cfg: Config) -> None:
-    """Download the run from `checkpoint.remote.url` if there is no local one; all ranks return or raise together."""
-    if cfg.checkpoint.remote.url is None or cfg.run.name is None:
+def restore_remote_run(cfg: Config, *, is_stopping: StopCheck) -> None:
+    """Download the run from `checkpoint.remote.url` if there is no local one; all ranks return or raise together.
+
+    `is_stopping` is about this rank alone.
+    """
+    url = cfg.checkpoint.remote.url
+    if url is None or cfg.run.name is None:
         return
-    with ThreadPoolExecutor(max_workers=1) as worker:
-        work = start_once(worker, cfg)
-        while not run_on_rank_zero(lambda: is_done(work())):
-            pass
+    restore = Restore(cfg)
+    while not run_on_rank_zero(restore.poll):
+        if any_rank(is_stopping()):
+            restore.abandon()
+            stopped = StorageError(errno.EINTR, "a stop was requested before the run was read from the store", url)
+            stopped.is_shared = True
+            raise stopped
 
 
-def start_once(worker: ThreadPoolExecutor, cfg: Config) -> Callable[[], Future[None]]:
-    """A function that starts the download at its first call, on rank 0, and returns its future."""
-    started: list[Future[None]] = []
+@final
+class Restore:
+    """The download on rank 0, in a thread that the end of the process does not wait for."""
 
-    def start() -> Future[None]:
-        if not started:
-            started.append(
-                worker.submit(restore_from_store, rundir.locate(cfg), cfg.checkpoint.remote, lease_s=cfg.run.lease_s)
-            )
-        return started[0]
+    def __init__(self, cfg: Config) -> None:
+        self._cfg = cfg
+        self._remote: RemoteRun | None = None
+        self._work: Future[None] = Future()
 
-    return start
+    def poll(self) -> bool:
+        """Start it at the first call, and wait a while; True if it is finished. Raises its error."""
+        if self._remote is None:
+            run = rundir.locate(self._cfg)
+            self._remote = open_store(run, self._cfg.checkpoint.remote)
+            Thread(target=self._restore, args=(run, self._remote), name="restore", daemon=True).start()
+        wait([self._work], timeout=POLL_S)
+        if self._work.done():
+            self._work.result()
+        return self._work.done()
+
+    def abandon(self) -> None:
+        """Let the thread end soon; what it has written stays."""
+        if self._remote is not None:
+            self._remote.store.close()
+
+    def _restore(self, run: RunDir, remote: RemoteRun) -> None:
+        try:
+            restore_from_store(run, remote, lease_s=self._cfg.run.lease_s)
+        except BaseException as error:
+            self._work.set_exception(error)
+        else:
+            self._work.set_result(None)
 
 
-def is_done(work: Future[None]) -> bool:
-    """Wait a while; True if the download is finished. Raises its error."""
-    wait([work], timeout=POLL_S)
-    if work.done():
-        work.result()
-    return work.done()
-
-
-def restore_from_store(run: RunDir, cfg: CheckpointRemoteConfig, *, lease_s: float) -> None:
-    """On rank 0: download the run, unless it is there, or was never uploaded. Takes its lease before."""
+def open_store(run: RunDir, cfg: CheckpointRemoteConfig) -> RemoteRun:
+    """The store of a run. With a local run directory, it is asked only once."""
     assert cfg.url is not None
+    return open_remote_run(cfg.url, run.path.name, retry_s=0 if rundir.has_begun(run) else cfg.retry_s)
+
+
+def restore_from_store(run: RunDir, remote: RemoteRun, *, lease_s: float) -> None:
+    """On rank 0: download the run, unless it is there, or was never uploaded. Takes its lease before."""
     is_local = rundir.has_begun(run)
-    remote = open_remote_run(cfg.url, run.path.name, retry_s=0 if is_local else cfg.retry_s)
     try:
         index = remote.read_index()
         if index is None:

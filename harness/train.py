@@ -311,7 +311,7 @@ def run_worker(cfg: Config, wrap: RunWrapper = unwrapped) -> int:
             print(f"compiled kernels are not kept for the next start: {obstacle}", flush=True)
         run_on_rank_zero(lambda: clear_old_stop_file(cfg))
         run_on_all_ranks(lambda: require_engine(cfg.precision, world.device))
-        restore_remote_run(cfg)
+        restore_remote_run(cfg, is_stopping=lambda: bool(stop))
         data = resolve_run_data(cfg, world=world)
         opened = run_on_rank_zero(lambda: open_run(cfg, data))
         if opened.problem:

@@ -96,7 +96,7 @@ class FailedStart:
     error: str = ""
     """Type and place of the exception that a rank raised; empty: it was killed, or hung."""
     step: int = -1
-    """Updates that the rank had applied when it raised; -1: unknown."""
+    """Updates that the rank had applied when it raised; -1: it had not begun to train."""
 
 
 def decide_restart(
@@ -115,7 +115,8 @@ def decide_restart(
     if limits.max_restarts == 0:
         return RestartDecision(False, "launch.max_restarts=0 allows no restart")
     if len(failures) > 1 and last.error and (last.error, last.step) == (failures[-2].error, failures[-2].step):
-        return RestartDecision(False, f"the same error at step {last.step} twice: {last.error}")
+        where = f"at step {last.step}" if last.step >= 0 else "before the first step"
+        return RestartDecision(False, f"the same error {where} twice: {last.error}")
     attempts = [RunAttempt(before, False), *(RunAttempt(failure.reached, True) for failure in failures[:-1])]
     spent = count_since_progress([*attempts, RunAttempt(last.reached, False)])
     if spent.restarts >= limits.max_restarts:

@@ -2,7 +2,8 @@
 
 Why: stores fail for seconds and return, and each client library raises errors of its own. Callers see `StorageError`
 for what may work later, `ConfigError` for what never will, and `FileNotFoundError` for an object that does not exist.
-How: fsspec is imported at the first use. Listings are never cached, because other processes write to the store.
+How: fsspec is imported at the first use. A file system is opened by the first request, because some connect to do so,
+and that may fail as any request may. Listings are never cached, because other processes write to the store.
 Credentials and endpoints come from the environment or from the files of the client (`AWS_*`,
 `GOOGLE_APPLICATION_CREDENTIALS`, `FSSPEC_S3_ENDPOINT_URL`), never from the configuration of a run.
 """
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from threading import Event
+from threading import Event, Lock
 from typing import Any, NamedTuple, TypeVar, final
 
 from harness.config.errors import ConfigError, StorageError
@@ -67,35 +68,23 @@ class ObjectStore:
     def __init__(self, url: str, *, key: str, retry_s: float) -> None:
         """`key` is the config key of the URL, for messages. Failed requests are repeated for `retry_s` seconds."""
         require_url(url, key)
-        import fsspec
-
         self.url = url.rstrip("/")
         self._key = key
         self._retry_s = retry_s
         self._is_closed = Event()
-        options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
-        if url.startswith(("s3://", "s3a://")):
-            timeouts = {"connect_timeout": TIMEOUT_S, "read_timeout": TIMEOUT_S, "retries": {"max_attempts": 1}}
-            options["config_kwargs"] = timeouts
-        elif url.startswith(GCS):
-            from aiohttp import ClientTimeout  # a dependency of gcsfs
-
-            options["requests_timeout"] = ClientTimeout(total=None, sock_connect=TIMEOUT_S, sock_read=TIMEOUT_S)
-        elif url.startswith("file://"):
-            options["auto_mkdir"] = True
-        self._system, root = fsspec.core.url_to_fs(self.url, **options)
-        _stop_own_repeats(self._system)
-        self._root = root.rstrip("/")
+        self._opening = Lock()
+        self._opened: tuple[Any, str] | None = None
 
     def close(self) -> None:
-        """End the pauses between requests, of all threads: from now on a request that fails is not repeated."""
+        """End the pauses between requests, of all threads: from now on a request that fails is not repeated, and
+        `chunks` makes no further one."""
         self._is_closed.set()
 
     def find_all(self, path: str = "") -> dict[str, StoredObject]:
         """All objects below a path, by their path relative to it; empty if there are none."""
-        start = self._full(path)
 
         def find() -> dict[str, StoredObject]:
+            start = self._full(path)
             try:
                 found = self._system.find(start, detail=True)
             except FileNotFoundError:
@@ -131,6 +120,8 @@ class ObjectStore:
     def chunks(self, path: str, num_bytes: int) -> Iterator[bytes]:
         """The bytes of an object of this size, one request after the other."""
         for start in range(0, num_bytes, READ_BYTES):
+            if self._is_closed.is_set():
+                raise StorageError(errno.ECANCELED, "the store was closed", join_url(self.url, path))
             yield self.read(path, start, min(num_bytes, start + READ_BYTES))
 
     def write(self, path: str, content: bytes) -> None:
@@ -169,9 +160,44 @@ class ObjectStore:
         except Exception:
             return
 
+    def _open(self) -> tuple[Any, str]:
+        """The file system, and the path of the URL in it."""
+        with self._opening:
+            if self._opened is None:
+                self._opened = self._open_file_system()
+            return self._opened
+
+    def _open_file_system(self) -> tuple[Any, str]:
+        import fsspec
+
+        options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+        if self.url.startswith(("s3://", "s3a://")):
+            timeouts = {"connect_timeout": TIMEOUT_S, "read_timeout": TIMEOUT_S, "retries": {"max_attempts": 1}}
+            options["config_kwargs"] = timeouts
+        elif self.url.startswith(GCS):
+            from aiohttp import ClientTimeout  # a dependency of gcsfs
+
+            options["requests_timeout"] = ClientTimeout(total=None, sock_connect=TIMEOUT_S, sock_read=TIMEOUT_S)
+        elif self.url.startswith("file://"):
+            options["auto_mkdir"] = True
+        try:
+            system, root = fsspec.core.url_to_fs(self.url, **options)
+        except (TypeError, ValueError, FileNotFoundError) as error:
+            raise ConfigError(self._key, f"{self.url} cannot be opened: {_one_line(error)}") from None
+        _stop_own_repeats(system)
+        return system, root.rstrip("/")
+
+    @property
+    def _system(self) -> Any:
+        return self._open()[0]
+
+    @property
+    def _root(self) -> str:
+        return self._open()[1]
+
     @property
     def _bucket(self) -> str:
-        return str(self._root).partition("/")[0]
+        return self._root.partition("/")[0]
 
     def _no_bucket(self) -> ConfigError:
         return ConfigError(self._key, f"{self.url}: there is no bucket {self._bucket}; create it, or choose another")
@@ -186,7 +212,7 @@ class ObjectStore:
         while True:
             try:
                 return attempt()
-            except FileNotFoundError:
+            except (FileNotFoundError, ConfigError):
                 raise
             except Exception as error:
                 if _is_denied(error):

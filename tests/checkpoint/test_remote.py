@@ -30,7 +30,7 @@ from harness.core import processes
 from harness.core.locking import run_lease
 from harness.core.object_store import ObjectStore
 from harness.core.rundir import RunDir
-from harness.remote_resume import restore_from_store
+from harness.remote_resume import open_store, restore_from_store
 from tests.composed import load
 from tests.object_stores import BUCKET, StoreServer, ignore_open_connections, s3_only, server_fixture
 
@@ -93,7 +93,7 @@ def upload(run: RunDir) -> list[str]:
 
 def restore(run: RunDir, cfg: CheckpointRemoteConfig) -> None:
     with run_lease.holding():
-        restore_from_store(run, cfg, lease_s=1.0)
+        restore_from_store(run, open_store(run, cfg), lease_s=1.0)
 
 
 def stored(run: RunDir) -> list[tuple[str, str]]:

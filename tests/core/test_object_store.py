@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -89,6 +90,20 @@ def test_a_request_is_repeated_until_it_succeeds(tmp_path: Path, monkeypatch: py
     assert store.read("c") == b"content"
 
 
+def test_a_store_that_cannot_be_connected_is_opened_again(capfd: pytest.CaptureFixture[str]) -> None:
+    """The file system of FTP connects when it is created."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"ftp://127.0.0.1:{server.getsockname()[1]}/runs"
+    store = ObjectStore(url, key=KEY, retry_s=0.1)
+    with pytest.raises(StorageError, match=f"^{url}/c: the store does not answer: "):
+        store.read("c")
+    with pytest.raises(StorageError, match=f"^{url}/: the store does not answer: "):
+        store.find_all()
+    assert capfd.readouterr().err.count("trying again in 0.1 s") == 2
+    with pytest.raises(ConfigError, match=f"^{KEY}: ftp://127.0.0.1:port/runs cannot be opened: "):
+        ObjectStore("ftp://127.0.0.1:port/runs", key=KEY, retry_s=60).read("c")
+
+
 def test_a_closed_store_repeats_no_request(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "c").mkdir()  # opening it fails, as a store that does not answer
     store = ObjectStore(f"file://{tmp_path}", key=KEY, retry_s=60)
@@ -104,6 +119,8 @@ def test_a_closed_store_repeats_no_request(tmp_path: Path, capfd: pytest.Capture
     assert capfd.readouterr().err.count("trying again in") == 1
     store.write("d", b"content")
     assert store.read("d") == b"content"
+    with pytest.raises(StorageError, match="/d: the store was closed"):
+        list(store.chunks("d", 7))
 
 
 @pytest.mark.parametrize(("url", "extra"), [("s3://bucket/a", "remote"), ("gs://bucket/a", "gcs")])

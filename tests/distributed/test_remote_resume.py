@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -12,12 +15,16 @@ import pytest
 import torch
 
 from harness.checkpoint import catalog, store
+from harness.config.errors import StorageError
 from harness.core import event_json
 from harness.core.events import RunStarted, StepRecord
 from harness.core.rundir import RunDir
+from harness.distributed.world import connected
+from harness.remote_resume import restore_remote_run
 from launch.cli import checkpoint as checkpoint_command
 from tests.data.token_files import write_pair
 from tests.distributed import cases
+from tests.distributed.pool import Pool
 from tests.forks import Launched
 from tests.object_stores import BUCKET, StoreServer, ignore_open_connections, server_fixture
 
@@ -106,3 +113,48 @@ def test_a_run_whose_machine_is_lost_resumes_from_the_store(
     for command in ("list", "verify"):
         assert checkpoint_command.main([command, f"{url}/first"]) == 0
         assert LAST in capsys.readouterr().out
+
+
+def break_store(directory: Path) -> str:
+    """The URL of a store whose requests fail, as if it did not answer: there is a directory in place of an object."""
+    (directory / "store" / "first" / "run.json").mkdir(parents=True)
+    return f"file://{directory}/store"
+
+
+def stop_on_the_other_rank(directory: str, url: str) -> tuple[bool, str, bool]:
+    """Rank 1 is asked to stop after two seconds; returns what the start raised on this rank."""
+    cfg = cases.tiny("run.name=first", f"checkpoint.remote.url={url}", directory=directory)
+    begun_s = time.monotonic()
+    with connected(cfg.parallel) as world:
+        try:
+            restore_remote_run(cfg, is_stopping=lambda: world.rank == 1 and time.monotonic() > begun_s + 2)
+        except StorageError as error:
+            until_s = time.monotonic() + 60
+            while (still := is_restoring()) and time.monotonic() < until_s:
+                time.sleep(0.05)
+            return error.is_shared, str(error), still
+    raise AssertionError("restored")
+
+
+def is_restoring() -> bool:
+    return any(thread.name == "restore" for thread in threading.enumerate())
+
+
+def test_a_stop_of_any_rank_ends_a_start_that_waits_for_the_store(ranks: Pool, tmp_path: Path) -> None:
+    url = break_store(tmp_path)
+    stopped = (True, f"{url}: a stop was requested before the run was read from the store", False)
+    assert ranks.run(2, stop_on_the_other_rank, str(tmp_path), url) == [stopped, stopped]
+
+
+def test_a_stop_while_a_start_waits_for_the_store_exits_with_75(tmp_path: Path) -> None:
+    url = break_store(tmp_path)
+    arguments = [*cases.TINY, "launch.nproc=2", f"checkpoint.remote.url={url}", f"run.dir={tmp_path}", "run.name=first"]
+    errors = tmp_path / "output.stderr"
+    with Launched("launch.train", *arguments, output=tmp_path / "output") as launched:
+        until_s = time.monotonic() + 120
+        while not errors.exists() or "trying again in" not in errors.read_text():
+            assert time.monotonic() < until_s
+            time.sleep(0.05)
+        launched.send_signal(signal.SIGTERM)
+        assert launched.wait(timeout=60) == 75
+        assert launched.stderr.count("a stop was requested before the run was read from the store") == 1

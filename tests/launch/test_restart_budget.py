@@ -86,6 +86,8 @@ def test_the_same_error_at_the_same_step_twice_ends_the_run() -> None:
     assert decide(first, first) == RestartDecision(
         False, "the same error at step 6 twice: ZeroDivisionError in step.py:3"
     )
+    early = replace(first, step=-1)
+    assert decide(early, early).reason == "the same error before the first step twice: ZeroDivisionError in step.py:3"
     assert decide(first, replace(first, step=7)).again, "at another step"
     assert decide(first, replace(first, error="ValueError in step.py:3")).again, "another error"
     killed = failed(6)
