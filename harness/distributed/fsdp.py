@@ -30,6 +30,7 @@ from harness.distributed.torch_private.attention_ops import ATTENTION_OPS
 from harness.distributed.torch_private.compiled_call import discard_compiled_call
 from harness.distributed.torch_private.fsdp_param import cast_on_copy
 from harness.distributed.torch_private.inductor_options import compile_options
+from harness.distributed.torch_private.recompile_limit import compile_limit
 from harness.distributed.world import World
 from harness.precision.fp8.linear import Fp8Linear
 from harness.precision.mixed_precision import fp32_matmul_mode, is_emulating
@@ -139,15 +140,17 @@ def wrap(block: nn.Module, cfg: ParallelConfig, *, recomputing: AbstractContextM
     full checkpointing is the exception: torch 2.11 saves every output of an autograd function in a compiled block, so
     there `advance` is compiled and the checkpoint calls it a second time.
     `recomputing` is entered during recomputation, unless the block is compiled.
+    fp8 has a graph for each number of rows, which a warmup of the batch size changes.
     """
     kind = cfg.activation_checkpointing
     is_fp8 = any(isinstance(module, Fp8Linear) for module in block.modules())
     compiles_inside = cfg.compile and is_fp8 and kind is ActivationCheckpointing.full
     if compiles_inside:
-        setattr(block, ADVANCE, torch.compile(getattr(block, ADVANCE), fullgraph=True, options=compile_options()))
+        compiled = torch.compile(getattr(block, ADVANCE), fullgraph=True, options=compile_options(), **compile_limit())
+        setattr(block, ADVANCE, compiled)
     _checkpoint_activations(block, kind, recomputing=None if cfg.compile else recomputing)
     if cfg.compile and not compiles_inside:
-        block.compile(fullgraph=True, options=compile_options())
+        block.compile(fullgraph=True, options=compile_options(), **compile_limit())
 
 
 def unwrap(block: nn.Module) -> None:

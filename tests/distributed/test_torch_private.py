@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -33,6 +34,7 @@ from harness.distributed.torch_private.fused_adamw import fused_adamw_
 from harness.distributed.torch_private.inductor_options import PINNED, compile_options
 from harness.distributed.torch_private.operator_mode import OperatorMode
 from harness.distributed.torch_private.pytree import tree_map
+from harness.distributed.torch_private.recompile_limit import MOST_GRAPHS, compile_limit, raise_global_limit
 from harness.distributed.torch_private.storage_info import StorageInfo
 
 MakeModel = Callable[[int], nn.Module]
@@ -281,3 +283,24 @@ def test_inductor_has_the_pinned_options() -> None:
         torch.compile(torch.square, options=compile_options())
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("is_global", [False, True], ids=["argument", "config"])
+def test_recompile_limit(is_global: bool) -> None:
+    """Without the limit, torch raises at the ninth graph; with it, at the next after the last."""
+
+    def add(values: Tensor, number: int) -> Tensor:
+        return values + number
+
+    with torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit):
+        if is_global:
+            raise_global_limit()
+        limit = {} if is_global else compile_limit()
+        torch.compiler.reset()
+        compiled = torch.compile(add, fullgraph=True, dynamic=False, backend="eager", **limit)
+        for number in range(MOST_GRAPHS):
+            assert compiled(torch.zeros(1), number).item() == number
+        with pytest.raises(FailOnRecompileLimitHit):
+            compiled(torch.zeros(1), MOST_GRAPHS)
+    torch.compiler.reset()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
+from harness.config.parallel import ActivationCheckpointing
 from harness.config.precision import Fp8Recipe
+from harness.distributed.fsdp import wrap
 from harness.model.transformer import Transformer
 from harness.precision.fp8.layers import PRIMED_STEPS, Fp8Layers, convert_to_fp8
 from harness.precision.fp8.linear import Fp8Linear, Recipe, Switch
@@ -274,3 +279,31 @@ def test_meters_and_scales_are_16_byte_aligned() -> None:
     places = [each.get_buffer(name).data_ptr() for each in fp8_layers.layers for name in ("meter", "delayed_scales")]
     assert not any(place % 16 for place in places)
     assert len(Column) <= METER[1]
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # from torch's own compiler
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler reads it of any tensor
+@pytest.mark.parametrize("kind", ["none", "full"])
+def test_a_compiled_block_takes_any_number_of_rows(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """A warmup of the batch size changes it. Evaluation and a fallback to bf16 add graphs."""
+    overrides = ["model=tiny", "model.num_layers=1", "precision=fp8_emulated"]
+    cfg = load([*overrides, "train.sequence_length=16", "parallel.compile=true"])
+    model = Transformer(cfg.model, sequence_length=16, linear=linear)
+    fp8_layers = convert_to_fp8(model.blocks, cfg.precision)
+    model.bfloat16()
+    fp8_layers.materialize(torch.device("cpu"), ["blocks.0"])
+    model.init_buffers()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    for block in model.blocks:
+        wrap(block, replace(cfg.parallel, activation_checkpointing=ActivationCheckpointing(kind)))
+
+    torch.compiler.reset()
+    for num_rows in range(1, 9):
+        tokens = torch.zeros(num_rows, 16, dtype=torch.int64)
+        model(tokens, tokens, seed=torch.tensor(1.0)).objective.backward()
+    with torch.no_grad():
+        model(tokens, tokens)
+    fp8_layers.use_fp8(False)
+    model(tokens, tokens, seed=torch.tensor(1.0)).objective.backward()
+    torch.compiler.reset()
