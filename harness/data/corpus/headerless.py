@@ -13,6 +13,7 @@ from __future__ import annotations
 import struct
 from io import BytesIO
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,8 @@ from harness.config.data import TokenDtype
 from harness.config.errors import ConfigError, require
 
 NUMPY_MAGIC = b"\x93NUMPY"
+HEADER_ERRORS = (ValueError, TypeError, TokenError)
+"""What NumPy raises for a damaged header: it parses the header as Python."""
 
 LLMC_HEADER_BYTES = 1024
 LLMC_TOKENS: dict[int, tuple[int, np.dtype[Any]]] = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
@@ -72,7 +75,7 @@ def _numpy_layout(path: Path, head: bytes, num_bytes: int, *, key: str) -> FlatL
         version = np.lib.format.read_magic(file)
         read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
         shape, _, dtype = read(file)
-    except (ValueError, KeyError):
+    except (KeyError, *HEADER_ERRORS):
         raise ConfigError(key, f"{path}: has a NumPy header that cannot be read") from None
     require(dtype.kind in "iu", key, f"{path}: contains {dtype}; token ids must be integers")
     require(len(shape) == 1, key, f"{path}: must have one dimension, has shape {shape}")

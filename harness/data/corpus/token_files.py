@@ -65,19 +65,37 @@ def expand(paths: Sequence[str], *, key: str) -> list[Path]:
     urls: list[str] = []
     for given in paths:
         if is_url(given):
+            _require_pattern(given, key=key)
             urls += remote_cache().expand(given, key=key, endings=ENDINGS, pattern=PATTERN)
             continue
-        path = Path(given).expanduser()
-        if path.exists() or not PATTERN.intersection(given):
-            found.add(_data_file(path, key=key))
-            continue
-        matches = [match for match in _glob(path) if _num_hidden(match) <= _num_hidden(path)]
-        files = [match.with_suffix(".bin") if match.suffix == ".idx" else match for match in matches]
-        files = [file for file in files if file.suffix in ENDINGS and not file.name.endswith(NO_TOKENS)]
-        require(bool(files), key, f"{given}: matches no {' or '.join(ENDINGS)} file")
-        found |= {_data_file(file, key=key) for file in files}
+        try:
+            found |= _expand_path(given, key=key)
+        except OSError as error:
+            raise ConfigError(key, f"{given}: cannot be read ({error.strerror})") from None
     found.update(local_paths(urls, key=key))
     return sorted(found, key=lambda file: Path(recorded_path(file)))
+
+
+def _expand_path(given: str, *, key: str) -> set[Path]:
+    """The data files of a local path or pattern."""
+    try:
+        path = Path(given).expanduser()
+    except RuntimeError:
+        raise ConfigError(key, f"{given}: there is no such home directory") from None
+    if path.exists() or not PATTERN.intersection(given):
+        return {_data_file(path, key=key)}
+    _require_pattern(given, key=key)
+    matches = [match for match in _glob(path) if _num_hidden(match) <= _num_hidden(path)]
+    files = [match.with_suffix(".bin") if match.suffix == ".idx" else match for match in matches]
+    files = [file for file in files if file.suffix in ENDINGS and not file.name.endswith(NO_TOKENS)]
+    require(bool(files), key, f"{given}: matches no {' or '.join(ENDINGS)} file")
+    return {_data_file(file, key=key) for file in files}
+
+
+def _require_pattern(given: str, *, key: str) -> None:
+    """Reject `**` beside other characters: neither pathlib nor fsspec has a meaning for it."""
+    is_valid = all(part == "**" or "**" not in part for part in given.split("/"))
+    require(is_valid, key, f"{given}: ** must be a whole part of the path, for example data/**/*.bin")
 
 
 def _glob(pattern: Path) -> Iterator[Path]:

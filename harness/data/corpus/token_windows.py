@@ -15,6 +15,7 @@ import json
 from bisect import bisect_right
 from contextlib import nullcontext
 from itertools import accumulate
+from pathlib import Path
 from typing import final
 
 import numpy as np
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from harness.config.errors import ConfigError, require
 from harness.data.corpus.corpus import MIN_SAMPLES, SampleOrigin, SampleShape, Tokens, digest
 from harness.data.corpus.document_ends import number_documents
+from harness.data.corpus.headerless import HEADER_ERRORS
 from harness.data.corpus.remote_cache import RemoteRanges, fetch_ranges
 from harness.data.corpus.token_files import NUM_PROBES, TokenFile, probes_per_file
 
@@ -102,9 +104,23 @@ class FilesCorpus:
             path = file.path.with_suffix(".counts.npy")
             if not path.is_file():
                 return None
-            counts = np.load(path)[: self.vocab_size]
+            counts = self._read_counts(path)[: self.vocab_size]
             total[: len(counts)] += counts
         return total
+
+    def _read_counts(self, path: Path) -> NDArray[np.int64]:
+        """The counts beside a file; ConfigError if they are damaged."""
+        try:
+            with path.open("rb") as file:
+                counts = np.lib.format.read_array(file, allow_pickle=False)
+        except OSError as error:
+            raise ConfigError(self._key, f"{path}: cannot be read ({error.strerror})") from None
+        except HEADER_ERRORS:
+            raise ConfigError(self._key, f"{path}: is damaged; delete it, or prepare the data again") from None
+        is_valid = counts.ndim == 1 and np.can_cast(counts.dtype, np.int64)
+        message = f"{path}: must contain one count for each token id, contains {counts.dtype} of shape {counts.shape}"
+        require(is_valid, self._key, message)
+        return counts.astype(np.int64)
 
     def fingerprint(self) -> str:
         num_probes = probes_per_file(NUM_PROBES, len(self._files))

@@ -132,6 +132,8 @@ def test_every_truncation_of_a_numpy_file_is_rejected(tmp_path: Path) -> None:
     check_rejected(path, "is longer than its header says", names=path)
     path.write_bytes(content.replace(b"NUMPY\x01", b"NUMPY\x07"))
     check_rejected(path, "cannot be read", names=path)
+    path.write_bytes(content.replace(b"(5,)", b"(5, "))
+    check_rejected(path, "has a NumPy header that cannot be read", names=path)
 
 
 @pytest.mark.parametrize("kind", ["pair", "numpy", "llmc"])

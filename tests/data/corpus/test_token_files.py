@@ -151,6 +151,24 @@ def test_expand_names_a_pattern_without_files(tmp_path: Path, pattern: str) -> N
     assert str(caught.value).startswith(f"{KEY}: {tmp_path / pattern}: ")
 
 
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ("{}/**.bin", "** must be a whole part of the path"),
+        ("{}/a**/x.bin", "** must be a whole part of the path"),
+        ("file://{}/**.bin", "** must be a whole part of the path"),
+        ("~nobody-has-this-name/*.bin", "there is no such home directory"),
+        ("{}/" + 300 * "a" + ".bin", "cannot be read (File name too long)"),
+        ("{}/" + 300 * "a" + "*.bin", "cannot be read (File name too long)"),
+    ],
+)
+def test_paths_that_mean_nothing_are_one_line(tmp_path: Path, given: str, problem: str) -> None:
+    given = given.format(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        expand([given], key=KEY)
+    assert str(caught.value).startswith(f"{KEY}: {given}: {problem}")
+
+
 def test_exception_keeps_the_older_pair(tmp_path: Path) -> None:
     write_pair(tmp_path / "corpus", [[1, 2]])
 

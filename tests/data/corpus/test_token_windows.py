@@ -105,6 +105,30 @@ def test_with_a_report_ids_are_checked_when_opened(tmp_path: Path) -> None:
         _open(tmp_path / "corpus")
 
 
+@pytest.mark.parametrize("damage", ["cut off", "empty", "header", "shape", "dtype"])
+def test_damaged_counts_are_named(tmp_path: Path, damage: str) -> None:
+    _write(tmp_path / "corpus", [50])
+    path = tmp_path / "corpus.counts.npy"
+    np.save(path, np.ones((10, 5), dtype=np.int64) if damage == "shape" else np.ones(50, dtype=np.int64))
+    content = path.read_bytes()
+    match damage:
+        case "cut off":
+            path.write_bytes(content[:-100])
+        case "empty":
+            path.write_bytes(b"")
+        case "header":
+            path.write_bytes(content.replace(b"(50,)", b"(50, "))
+        case "dtype":
+            np.save(path, np.ones(50))
+    problems = {"shape": "contains int64 of shape (10, 5)", "dtype": "contains float64 of shape (50,)"}
+    with pytest.raises(ConfigError) as caught:
+        _open(tmp_path / "corpus").token_counts()
+    problem = "is damaged; delete it, or prepare the data again"
+    if damage in problems:
+        problem = f"must contain one count for each token id, {problems[damage]}"
+    assert str(caught.value) == f"data.sources.main.paths: {path}: {problem}"
+
+
 def test_without_a_report_token_counts_are_unknown(tmp_path: Path) -> None:
     _write(tmp_path / "corpus", [50])
     assert _open(tmp_path / "corpus").token_counts() is None
