@@ -62,9 +62,11 @@ from harness.core.rundir import RunDir, locate
 from harness.data.order.ledger import Exclusion, Ledger
 from harness.distributed.world import rank_from_environment
 from harness.optim.update import LR_RECOVERY_RATE
+from harness.sentinel.policy.policy_state import RESTORES
 from tests.checkpoint.storage import failing
 from tests.distributed import faulty_runs
 from tests.distributed.cases import digest, state_on_disk, tiny
+from tests.distributed.faulty_runs import Fault
 from tests.distributed.pool import Pool
 from tests.distributed.test_sentinel import STEPS, check_replay, events_of
 
@@ -159,6 +161,14 @@ def run_until_stopped_in_rollback(
     ):
         run_worker_with_orders(directory, orders, when_paused, *overrides)
     return str(ended.value), len(failed)
+
+
+def run_worker_with_fault(
+    fault: Fault, directory: str, orders: Orders, when_paused: WhenPaused | None, *overrides: str
+) -> RankResult:
+    """As `run_worker_with_orders`, with a fault."""
+    with faulty_runs.installed(fault, []):
+        return run_worker_with_orders(directory, orders, when_paused, *overrides)
 
 
 def run_worker_with_save_by_clock(
@@ -338,6 +348,25 @@ def test_batches_are_excluded_and_re_included_by_their_index(ranks: Pool, tmp_pa
         *(ActionKind.include, ActionKind.include),
     ]
     check_twin(ranks, tmp_path, finished, num_steps)
+
+
+def test_a_batch_that_was_given_back_and_damages_the_weights_is_excluded_again(ranks: Pool, tmp_path: Path) -> None:
+    """Batches 10 to 13 are consumed after batch 25. Batch 12 makes a weight NaN each time it is consumed."""
+    skipped, given_back = SkipBatches(first=10, last=13), UnskipBatches(first=10, last=13)
+    finished = run_with_orders(
+        ranks,
+        tmp_path,
+        "victim",
+        {5: [skipped], 20: [given_back]},
+        case=partial(run_worker_with_fault, Fault("weights", 1, factor=math.nan, batch=12)),
+    )
+    assert finished.result.code == 0
+    (restored,) = [each for each in events_of(Outcome, finished.log) if each.kind in RESTORES]
+    assert restored.succeeded
+    (action,) = [each for each in events_of(Action, finished.log) if each.kind is restored.kind]
+    first, last = action.exclude
+    assert 10 <= first <= 12 <= last <= 13, "no other batch is excluded"
+    check_twin(ranks, tmp_path, finished)
 
 
 def test_a_rollback_excludes_the_named_batches(ranks: Pool, tmp_path: Path) -> None:

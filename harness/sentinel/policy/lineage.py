@@ -47,24 +47,39 @@ class Lineage:
     seen: deque[SeenStep] = field(default_factory=lambda: deque(maxlen=MEMORY_ITERATIONS))
     roots: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
     """Iteration and step of each start or restore, oldest first; both ascend."""
+    newest_forgotten: int = -1
+    """The highest batch index of the records that are no longer stored; -1: none."""
 
     def add(self, record: ReducedRecord) -> None:
         applied = not record.refused and math.isfinite(record.loss)
         values = (record.loss, record.grad_norm) if applied else (None, None)
+        if self.seen and len(self.seen) == self.seen.maxlen:
+            self.newest_forgotten = max(self.newest_forgotten, self.seen[0].cursor)
         self.seen.append(SeenStep(record.iteration, record.step, record.cursor, *values))
 
     def restart_at(self, iteration: int, step: int) -> None:
         """The run continues from `step`; the next iteration trains from there."""
         self.roots = [root for root in self.roots if root[1] < step] + [(iteration, step)]
-        self.seen = deque((seen for seen in self.seen if seen.step <= step), maxlen=MEMORY_ITERATIONS)
+        self.seen = deque((seen for seen in self.seen if seen.step <= step), maxlen=self.seen.maxlen)
+        if not self.seen:
+            self.newest_forgotten = -1  # the forgotten records may be undone too
 
     def last_seen(self, iteration: int) -> SeenStep | None:
         """The stored record of an iteration, or the last one before it."""
         return next((seen for seen in reversed(self.seen) if seen.iteration <= iteration), None)
 
-    def consumed_at(self, cursor: int) -> int | None:
-        """The first iteration that consumed a batch at or after `cursor`."""
-        return next((seen.iteration for seen in self.seen if seen.cursor >= cursor), None)
+    def consumed_at(self, first: int, last: int) -> int | None:
+        """The first stored iteration that consumed one of these batches. Batches that are given back are consumed
+        after others with higher indices."""
+        return next((seen.iteration for seen in self.seen if first <= seen.cursor <= last), None)
+
+    def newest_batch(self, iteration: int) -> SeenStep:
+        """The record with the highest batch index among the stored ones up to an iteration."""
+        return max((seen for seen in self.seen if seen.iteration <= iteration), key=lambda seen: seen.cursor)
+
+    def lowest_batch(self) -> int:
+        """The lowest stored batch index."""
+        return min(seen.cursor for seen in self.seen)
 
     def before_step(self, step: int) -> int:
         """An iteration such that every state before it precedes `step`; 0 if there is none."""
@@ -123,9 +138,16 @@ class Lineage:
         return list(islice((seen.loss for seen in since_then if seen.loss is not None), num))
 
     def state(self) -> dict[str, Any]:
-        return {"seen": [list(seen) for seen in self.seen], "roots": [list(root) for root in self.roots]}
+        return {
+            "seen": [list(seen) for seen in self.seen],
+            "roots": [list(root) for root in self.roots],
+            "forgotten": self.newest_forgotten,
+        }
 
     @classmethod
     def restore(cls, state: dict[str, Any]) -> Self:
+        """Restore from `state()`; one of an older version does not say what was forgotten."""
         seen = deque((SeenStep(*entry) for entry in state["seen"]), maxlen=MEMORY_ITERATIONS)
-        return cls(seen, [(iteration, step) for iteration, step in state["roots"]])
+        before = seen[0].cursor - 1 if seen else -1
+        roots = [(iteration, step) for iteration, step in state["roots"]]
+        return cls(seen, roots, state.get("forgotten", before))

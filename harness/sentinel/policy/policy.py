@@ -291,7 +291,7 @@ class Policy:
 
         if incident.excluded and state.lineage.seen and is_allowed(ActionKind.skip):
             width = cfg.neighbours if incident.rung < Rung.rollback else cfg.rollback_window_batches // 2
-            first = max(incident.excluded[1], state.lineage.seen[-1].cursor) + 1 + self.lag
+            first = max(incident.excluded[1], *(seen.cursor for seen in state.lineage.seen)) + 1 + self.lag
             if width:
                 found.append(TrialCandidate(remedy=TrialKind.wider, exclude=[first, first + width - 1]))
         lr_scale = state.lr_scale * cfg.cool_factor

@@ -364,8 +364,8 @@ class TestLineage:
 
     def test_the_iteration_that_consumed_a_batch(self) -> None:
         lineage = self.lineage()
-        assert (lineage.consumed_at(0), lineage.consumed_at(107), lineage.consumed_at(120)) == (1, 7, 20)
-        assert lineage.consumed_at(121) is None
+        assert [lineage.consumed_at(*batches) for batches in ((0, 200), (107, 108), (120, 120))] == [1, 7, 20]
+        assert lineage.consumed_at(121, 200) is lineage.consumed_at(0, 100) is None
 
     def test_levels_around_an_iteration(self) -> None:
         lineage = self.lineage()

@@ -139,6 +139,27 @@ def test_a_trial_starts_just_before_the_onset_on_the_way_back() -> None:
     assert trial.candidates[2]["lr_scale"] == defaults().cool_factor
 
 
+def test_a_larger_window_lies_ahead_of_all_batches_while_some_are_given_back() -> None:
+    """Batches 40 to 49 are given back after batch 1019; that of the onset is 46, and the trial starts at 43."""
+    run = Run(with_trials())
+    assert not run.iterate_clean(40)
+    run.cursor = 1000
+    assert not run.iterate_clean(20)
+    run.cursor = 40
+    assert not run.iterate_clean(6)
+    run.iterate(FindingKind.grad_spike)
+    rewind = run.iterate(FindingKind.loss_spike, loss=9.0)
+    assert rewind is not None
+    assert rewind.exclude == [45, 46]
+    run.iteration += LAG
+    run.step, run.cursor = 62, 42
+    trial = run.policy.on_outcome(replace(outcome(rewind, step=62), iteration=run.iteration))
+    while trial is None:
+        trial = run.iterate()
+    assert run.cursor < 45
+    assert trial.candidates[1]["exclude"] == [1019 + 1 + LAG, 1019 + LAG + defaults().neighbours]
+
+
 def test_a_trial_is_held_once_and_is_off_by_default() -> None:
     run = Run(with_trials())
     trial = start_trial(run)
