@@ -75,6 +75,7 @@ LIBRARY_IMPORTERS = {
         "harness/distributed/torch_private/chunk_cat.py",
         "harness/distributed/torch_private/fsdp_collectives.py",
         "harness/distributed/torch_private/fsdp_param.py",
+        "harness/distributed/torch_private/group_timeout.py",
         "harness/distributed/torch_private/storage_info.py",
         "harness/distributed/fsdp.py",
         "harness/checkpoint/tensor_index.py",

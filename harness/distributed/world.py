@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from harness.config.errors import ConfigError
 from harness.config.parallel import DeviceKind, ParallelConfig
 from harness.distributed.torch_private.flight_recorder import record_collectives
+from harness.distributed.torch_private.group_timeout import set_timeout
 
 BackgroundGroup = dist.ProcessGroup
 """All ranks over gloo, for one background thread."""
@@ -156,6 +157,8 @@ def connect(cfg: ParallelConfig, *, ranks_per_gpu: int = 1) -> World:
         shape, axes = (cfg.replicate, size // cfg.replicate), ("replicate", "shard")
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=axes)
     host_mesh = mesh if device.type == "cpu" else init_device_mesh("cpu", shape, mesh_dim_names=axes)
+    for group in (*mesh.get_all_groups(), *host_mesh.get_all_groups()):
+        set_timeout(group, cfg.timeout_s)
     background_group = new_background_group(cfg.timeout_s)
     context_group = None
     if cfg.context > 1:

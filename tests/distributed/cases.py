@@ -369,6 +369,16 @@ def _spoil_gradient(_module: Any, _inputs: Any, output: Tensor) -> None:
     output.register_hook(lambda gradient: gradient * torch.nan)  # type: ignore[no-untyped-call]
 
 
+def timeouts_of_groups(*overrides: str) -> dict[str, float]:
+    """Mesh axis -> the seconds that a collective of its group waits."""
+    cfg = tiny(*overrides)
+    world = connect(cfg.parallel)
+    groups = {"shard": world.shard_group, "replicate": world.replica_group}
+    return {
+        axis: group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for axis, group in groups.items()
+    }
+
+
 def gather_with_world_size_1(*overrides: str) -> dict[str, bool]:
     """Whether world_size 1 copies the weights of a block only once, with results bit-equal to plain FSDP."""
     cfg = tiny(*overrides)

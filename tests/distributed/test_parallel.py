@@ -195,6 +195,13 @@ def test_replicas_all_reduce_once_per_step(ranks: Pool) -> None:
 
 
 @pytest.mark.full
+def test_replicas_and_shards_wait_as_long_as_configured(ranks: Pool) -> None:
+    """Also the groups of one mesh axis, which torch creates."""
+    overrides = ("parallel.replicate=2", "parallel.timeout_s=123")
+    assert ranks.run(4, cases.timeouts_of_groups, *overrides) == [{"shard": 123.0, "replicate": 123.0}] * 4
+
+
+@pytest.mark.full
 def test_one_all_reduce_of_all_micro_batches_changes_only_the_order_of_sums(ranks: Pool) -> None:
     overrides = ("parallel=hsdp", "train.batch_size=12", "train.micro_batch_size=1")
     for exact, rounded in ranks.run(4, cases.replica_gradients, *overrides):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from inspect import signature
 from typing import Any
 
@@ -31,6 +32,7 @@ from harness.distributed.torch_private.foreach import foreach_add_, foreach_copy
 from harness.distributed.torch_private.fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from harness.distributed.torch_private.fsdp_param import cast_on_copy, fsdp_params
 from harness.distributed.torch_private.fused_adamw import fused_adamw_
+from harness.distributed.torch_private.group_timeout import set_timeout
 from harness.distributed.torch_private.inductor_options import PINNED, compile_options
 from harness.distributed.torch_private.operator_mode import OperatorMode
 from harness.distributed.torch_private.pytree import tree_map
@@ -247,6 +249,18 @@ def test_storage_info() -> None:
 def test_flight_recorder() -> None:
     """The fields that `launch.local.hang_report` reads are checked there, on two ranks that hang."""
     assert "version" in recorded_collectives()
+
+
+def test_group_timeout() -> None:
+    """The groups of four ranks are read in `test_parallel`."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        set_timeout(group, 7)
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_unsafe_view() -> None:
