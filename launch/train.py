@@ -56,9 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return print_help([override for override in arguments if "=" in override])
     sys.argv = ["harness train", *arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    register_sweep_name()
+    missing = register_sweep_dir()
     try:
-        return run_app(arguments) if needs_app(arguments) else run_job(*compose_job(arguments), arguments)
+        return run_app(arguments, missing) if needs_app(arguments) else run_job(*compose_job(arguments), arguments)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception as error:
@@ -77,8 +77,11 @@ def needs_app(arguments: Sequence[str]) -> bool:
     return any(argument.startswith(("-", "hydra", "+hydra", "~hydra")) for argument in arguments)
 
 
-def run_app(arguments: Sequence[str]) -> int:
-    """Run Hydra's app, and then the sweep if it composed one; returns the exit code."""
+def run_app(arguments: Sequence[str], missing: dict[Path, list[Path]]) -> int:
+    """Run Hydra's app, and then the sweep if it composed one; returns the exit code.
+
+    `missing`: directory of a sweep -> directories that Hydra creates for it; they are removed again if nothing runs.
+    """
     import hydra
 
     codes: list[int] = []
@@ -95,14 +98,28 @@ def run_app(arguments: Sequence[str]) -> int:
             codes.append(run_job(tree, settings, arguments))
 
     register()
-    hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(job)()
-    if sweep:
-        from harness.analysis.plan.preflight import preflight
-        from launch.sweeps.multirun import run_sweep
+    try:
+        hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(job)()
+        if sweep:
+            from harness.analysis.plan.preflight import preflight
+            from launch.sweeps.multirun import run_sweep
 
-        print_warnings(problem for composed in sweep if composed.cfg for problem in preflight(composed.cfg))
-        return run_sweep(sweep[0].sweep, sweep, arguments)
-    return codes[0] if codes else EXIT_DONE
+            print_warnings(problem for composed in sweep if composed.cfg for problem in preflight(composed.cfg))
+            return run_sweep(sweep[0].sweep, sweep, arguments)
+        return codes[0] if codes else EXIT_DONE
+    except OSError as error:
+        failed = Path(error.filename or "")
+        if any(failed in (*created, directory, directory / "multirun.yaml") for directory, created in missing.items()):
+            from harness.core.locking.run_lease import io_error
+
+            raise io_error(failed, "cannot create", error) from None
+        raise
+    finally:
+        if missing:
+            from launch.sweeps.multirun import remove_hydra_output
+
+            for directory, created in reversed(missing.items()):
+                remove_hydra_output(directory, created)
 
 
 def check_flags(arguments: Sequence[str]) -> None:
@@ -269,12 +286,25 @@ def swept_keys(settings: Any, arguments: Sequence[str]) -> list[str]:
     ]
 
 
-def register_sweep_name() -> None:
-    """Register the resolver for the directory of a sweep: the run name, or the start time."""
+def register_sweep_dir() -> dict[Path, list[Path]]:
+    """Register the resolver for the directory of a sweep, named after the run or the start time.
+
+    Returns the directories that were resolved since, each with those of its parents and itself that did not exist,
+    innermost first.
+    """
     from omegaconf import OmegaConf
 
     default = time.strftime("sweep-%Y%m%d-%H%M%S")
-    OmegaConf.register_new_resolver("sweep_name", lambda name: name or default, replace=True)
+    missing: dict[Path, list[Path]] = {}
+
+    def resolve(parent: str, name: str | None) -> str:
+        directory = Path(parent) / str(name or default)
+        if directory not in missing:
+            missing[directory] = [each for each in (directory, *directory.parents) if not os.path.lexists(each)]
+        return str(directory)
+
+    OmegaConf.register_new_resolver("sweep_dir", resolve, replace=True)
+    return missing
 
 
 if __name__ == "__main__":

@@ -50,12 +50,13 @@ OUTCOMES = {EXIT_DONE: "done", EXIT_HALTED: "halted", EXIT_INTERRUPTED: "interru
 
 def run_sweep(directory: Path, composed: Sequence[ComposedJob], arguments: Sequence[str]) -> int:
     """Run the missing jobs of a sweep; returns the worst exit code, or 75 if it was stopped."""
-    jobs = name_jobs(directory, composed)
-    for number, (job, _) in enumerate(jobs):
-        if job.problem:
-            print_rejected(number, job, job.problem)
-    accepted = {job.name: cfg for job, cfg in jobs if cfg is not None}
     try:
+        check_directory(directory, composed)
+        jobs = name_jobs(directory, composed)
+        for number, (job, _) in enumerate(jobs):
+            if job.problem:
+                print_rejected(number, job, job.problem)
+        accepted = {job.name: cfg for job, cfg in jobs if cfg is not None}
         if not accepted:
             return EXIT_BAD_CONFIG
         sweep = Sweep(
@@ -75,13 +76,28 @@ def run_sweep(directory: Path, composed: Sequence[ComposedJob], arguments: Seque
         remove_hydra_output(directory)
 
 
-def remove_hydra_output(directory: Path) -> None:
-    """Remove Hydra's multirun.yaml, which `sweep.yaml` replaces, and an empty sweep directory."""
-    (directory / "multirun.yaml").unlink(missing_ok=True)
-    if [path.name for path in directory.iterdir()] in ([], [scheduler.LOCK]):
-        (directory / scheduler.LOCK).unlink(missing_ok=True)
-        with suppress(OSError):
+def check_directory(directory: Path, composed: Sequence[ComposedJob]) -> None:
+    """Reject a sweep that would not have one directory of its own."""
+    for key in ("run.name", "run.dir"):
+        message = "cannot be swept: all jobs of a sweep are in one directory; give one value"
+        require(all(key not in job.overrides for job in composed), key, message)
+    message = f"{directory} is the directory of a run; choose another name for the sweep"
+    require(not RunDir(directory).config.exists(), "run.name", message)
+
+
+def remove_hydra_output(directory: Path, created: Sequence[Path] = ()) -> None:
+    """Remove Hydra's multirun.yaml, which `sweep.yaml` replaces, and an empty sweep directory.
+
+    `created`: further directories to remove if they are empty, innermost first.
+    """
+    with suppress(OSError):
+        (directory / "multirun.yaml").unlink(missing_ok=True)
+        if [path.name for path in directory.iterdir()] in ([], [scheduler.LOCK]):
+            (directory / scheduler.LOCK).unlink(missing_ok=True)
             directory.rmdir()
+    for each in created:
+        with suppress(OSError):
+            each.rmdir()
 
 
 def run_missing_jobs(directory: Path, sweep: Sweep, cfgs: dict[str, Config]) -> int:

@@ -289,11 +289,39 @@ def test_an_invalid_sweep_leaves_nothing_on_disk(tmp_path: Path) -> None:
     result = forked_launchers.harness(*arguments, cwd=tmp_path, within_s=PATIENCE_S)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.count("\n") == 2
-    assert not list((tmp_path / "runs").iterdir())
+    assert not (tmp_path / "runs").exists()
     arguments = ("train", *TINY, "+sweep=beta2_clip_wd", "optim.clip_norm=1")
     preset = forked_launchers.harness(*arguments, cwd=tmp_path, within_s=PATIENCE_S)
     assert preset.returncode == 2
     assert preset.stderr == ("harness: sweep: needs --multirun, or one value for optim.beta2, optim.weight_decay\n")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error"),
+    [
+        (["run.name=no", "optim.betta2=0.9,0.95"], "harness: optim.betta2: no such key; optim has "),
+        (["run.name=a/b", "optim.lr=1,2"], "harness: job 0 (optim.lr=1): run.name: must be a directory name without /"),
+        (["run.name=na,nb"], "harness: run.name: cannot be swept: all jobs of a sweep are in one directory"),
+        (["run.dir=da,db"], "harness: run.dir: cannot be swept: all jobs of a sweep are in one directory"),
+        (["run.dir=file/below", "optim.lr=1,2"], "harness: run.dir: cannot create file/below"),
+    ],
+)
+def test_a_sweep_that_cannot_be_one_leaves_nothing_on_disk(tmp_path: Path, overrides: list[str], error: str) -> None:
+    (tmp_path / "file").write_text("")
+    result = forked_launchers.harness("train", "--multirun", *TINY, *overrides, cwd=tmp_path, within_s=PATIENCE_S)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith(error), result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_sweep_is_not_mixed_with_a_run(tmp_path: Path) -> None:
+    run = prepare_run(composed.load([*TINY, f"run.dir={tmp_path}/runs", "run.name=a"]))
+    before = {path: path.is_file() and path.read_bytes() for path in run.path.rglob("*")}
+    arguments = ("train", "--multirun", *TINY, "run.name=a", "optim.lr=1e-3,2e-3")
+    result = forked_launchers.harness(*arguments, cwd=tmp_path, within_s=PATIENCE_S)
+    error = "harness: run.name: runs/a is the directory of a run; choose another name for the sweep\n"
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", error)
+    assert {path: path.is_file() and path.read_bytes() for path in run.path.rglob("*")} == before
 
 
 def test_a_slurm_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
