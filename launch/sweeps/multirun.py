@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from harness.analysis.sweeps import sweep_record
@@ -59,12 +60,13 @@ def run_sweep(directory: Path, composed: Sequence[ComposedJob], arguments: Seque
         accepted = {job.name: cfg for job, cfg in jobs if cfg is not None}
         if not accepted:
             return EXIT_BAD_CONFIG
+        fixed = shared_overrides(arguments, jobs[0][0])
         sweep = Sweep(
             name=directory.name,
             created=time.time(),
             words=resume_arguments(arguments, directory.name),
-            fixed=shared_overrides(arguments, jobs[0][0]),
-            jobs=[job for job, _ in jobs],
+            fixed=fixed,
+            jobs=[replace(job, fixed=fixed) for job, _ in jobs],
         )
         codes = [EXIT_BAD_CONFIG for job, _ in jobs if job.problem]
         with naming_full_disk(directory):

@@ -3,12 +3,14 @@
 Why: the directory must describe what was varied, so that the sweep can be resumed, extended and reported.
 How: the launcher writes the file before the first job starts. A second sweep with the same name extends it. Without the
 file, any directory of runs counts as a sweep over the keys in which their configurations differ.
+An override that a later sweep command gives all its jobs is not that of the earlier jobs. Each job keeps its own, and a
+key with several values counts as swept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,10 @@ class Job:
     """Name of its directory."""
     overrides: dict[str, str] = field(default_factory=dict)
     """Swept key -> value, as on the command line."""
+    fixed: list[str] = field(default_factory=list)
+    """The other overrides of its sweep command."""
     problem: str = ""
-    """Error message of an invalid config; empty: the job can run."""
+    """Error message of an invalid config; empty: the job can run. Only records of older versions hold invalid jobs."""
 
     @property
     def override_list(self) -> list[str]:
@@ -45,7 +49,7 @@ class Sweep:
     words: list[str]
     """Arguments of the last sweep command, without `harness train`."""
     fixed: list[str]
-    """Overrides that all jobs share."""
+    """Overrides of the last sweep command that are not swept."""
     jobs: list[Job]
 
     @property
@@ -63,14 +67,35 @@ def write(sweep: Sweep, directory: Path) -> None:
 
 
 def extend_sweep(earlier: Sweep | None, now: Sweep) -> Sweep:
-    """The new sweep together with the jobs of an earlier one."""
+    """The jobs of the new sweep that can run, together with those of an earlier one."""
+    accepted = [job for job in now.jobs if not job.problem]
     if earlier is None:
-        return now
-    names = {job.name for job in now.jobs}
+        return replace(now, jobs=accepted)
+    names = {job.name for job in accepted}
     kept = [job for job in earlier.jobs if job.name not in names and not job.problem]
-    return Sweep(
-        name=now.name, created=earlier.created, words=now.words, fixed=now.fixed, jobs=sort_jobs([*kept, *now.jobs])
-    )
+    jobs = sort_jobs(count_differences_as_swept([*kept, *accepted]))
+    return replace(now, created=earlier.created, jobs=jobs)
+
+
+def count_differences_as_swept(jobs: Sequence[Job]) -> list[Job]:
+    """The jobs with the fixed overrides in which they differ among the swept ones."""
+    swept = {key for job in jobs for key in job.overrides}
+    settings = [dict(override.split("=", 1) for override in job.fixed) for job in jobs]
+    values = {key: {each.get(key) for each in settings} for key in set().union(*settings)}
+    differing = {key for key in values if key in swept or (len(values[key]) > 1 and is_compared(key))}
+    return [
+        replace(
+            job,
+            overrides=job.overrides | {key: value for key, value in each.items() if key in differing},
+            fixed=[override for override in job.fixed if override.partition("=")[0] not in differing],
+        )
+        for job, each in zip(jobs, settings, strict=True)
+    ]
+
+
+def is_compared(key: str) -> bool:
+    """Whether runs that differ in this key of an override count as different."""
+    return not f"{key.lstrip('+~')}.".startswith(NOT_SWEPT)
 
 
 def sort_jobs(jobs: Sequence[Job]) -> list[Job]:
@@ -98,7 +123,8 @@ def read(directory: Path) -> Sweep:
         return discover_sweep(directory)
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return Sweep(**tree | {"jobs": [Job(**job) for job in tree["jobs"]]})
+        shared = {"fixed": tree["fixed"]}  # older records have it once, for all jobs
+        return Sweep(**tree | {"jobs": [Job(**shared | job) for job in tree["jobs"]]})
     except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError):
         raise ConfigError(
             str(path), "is not a valid sweep record; remove it to report on the runs in its directory"

@@ -123,9 +123,10 @@ def label(score: JobScore) -> str:
     return " ".join(score.result.job.override_list) or score.result.job.name
 
 
-def train_command(sweep: Sweep, score: JobScore) -> str:
+def train_command(score: JobScore) -> str:
     """The command that trains with the overrides of a job."""
-    return shlex.join(["harness", "train", *sweep.fixed, *score.result.job.override_list])
+    job = score.result.job
+    return shlex.join(["harness", "train", *job.fixed, *job.override_list])
 
 
 def problem_lines(ranking: Ranking) -> list[str]:
@@ -144,7 +145,7 @@ def render_text(sweep: Sweep, ranking: Ranking) -> str:
     parts = [f"{sweep.name}: {len(sweep.jobs)} jobs by {ranking.basis} loss", results_table(sweep, ranking), NOTES]
     parts += problem_lines(ranking)
     parts.append(verdict(ranking))
-    parts += [train_command(sweep, score) for score in ranking.ranked[:1]]
+    parts += [train_command(score) for score in ranking.ranked[:1]]
     return "\n\n".join(parts) + "\n"
 
 
@@ -156,7 +157,7 @@ def render_markdown(sweep: Sweep, ranking: Ranking, pictures: Sequence[tuple[str
         f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in [lines[0], ruler, *lines[1:]]
     ]
     parts = [f"# Sweep {sweep.name}", verdict(ranking)]
-    parts += [f"    {train_command(sweep, score)}" for score in ranking.ranked[:1]]
+    parts += [f"    {train_command(score)}" for score in ranking.ranked[:1]]
     parts += ["\n".join(grid), f"{NOTES[0].upper()}{NOTES[1:]}"]
     if problems := problem_lines(ranking):
         parts.append("\n".join(["Not started, invalid config:", "", *(f"- {line}" for line in problems)]))
@@ -174,7 +175,7 @@ def as_json(sweep: Sweep, ranking: Ranking) -> dict[str, Any]:
         "keys": sweep.keys,
         "basis": str(ranking.basis),
         "verdict": verdict(ranking),
-        "best": next((train_command(sweep, score) for score in ranking.ranked), None),
+        "best": next((train_command(score) for score in ranking.ranked), None),
         "jobs": [job_as_json(score) | {"best_or_equal": score.result.job.name in equals} for score in ranking.scores],
     }
 

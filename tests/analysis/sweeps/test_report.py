@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from harness.analysis.sweeps.job_result import read_job_result
 from harness.analysis.sweeps.ranking import make_grid, rank
 from harness.analysis.sweeps.sweep_picture import cell_text, curves, draw_all, heat_map
 from harness.analysis.sweeps.sweep_record import Job, Sweep
-from harness.analysis.sweeps.sweep_text import render_markdown, results_table, short_names, verdict
+from harness.analysis.sweeps.sweep_text import as_json, render_markdown, results_table, short_names, verdict
 from harness.config.errors import ConfigError
 from harness.core.events import ActionKind
 from launch.cli import sweep as command
@@ -23,6 +24,8 @@ from tests.analysis.sweeps.job_logs import acted, ended, evaluated, finished, jo
 BAD = Job(
     name="bad", overrides={"optim.lr": "-1", "optim.beta2": "0.9"}, problem="optim.lr: must be positive, got -1.0"
 )
+
+LEARNING_RATES = ("0.001", "0.002", "0.004")
 
 TABLE = """\
 lr     beta2    loss    best  spikes  incidents  rejected  skip/rew/roll  tokens/s  step  end
@@ -66,7 +69,7 @@ Command of the sweep:
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     """A sweep with finished, interrupted, waiting and invalid jobs."""
-    done, stopped, waiting = (job(lr=lr, beta2="0.9") for lr in ("0.001", "0.002", "0.004"))
+    done, stopped, waiting = (replace(job(lr=lr, beta2="0.9"), fixed=["model=tiny"]) for lr in LEARNING_RATES)
     events = [started(3), step(0, 3.0), step(1, math.inf, refused=True), *acted(ActionKind.skip, 1)]
     events += [*acted(ActionKind.rewind, 2), *acted(ActionKind.rollback, 2, succeeded=False)]
     events += acted(ActionKind.cool, 0)  # by an operator
@@ -114,6 +117,60 @@ def test_command(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not (directory / "report.md").exists()
     assert command.main(["report", str(directory), "--output", str(directory / "page.html")]) == 2
     assert "--output: names the Markdown report" in capsys.readouterr().err
+
+
+def sweep_of(jobs: list[Job], *fixed: str) -> Sweep:
+    """A sweep as its command gives it."""
+    return Sweep(name="s", created=0.0, words=[], fixed=[*fixed], jobs=[replace(each, fixed=[*fixed]) for each in jobs])
+
+
+def best_command(sweep: Sweep, best: str) -> str:
+    """The command of the report if the job of this name is the best."""
+    losses = {each.name: [2.0] * 5 for each in sweep.jobs} | {best: [1.0] * 5}
+    found: str = as_json(sweep, rank([finished(each, losses[each.name]) for each in sweep.jobs]))["best"]
+    return found
+
+
+def test_a_job_keeps_the_fixed_overrides_of_its_own_sweep_command() -> None:
+    first = sweep_of([job(beta2="0.95"), job(beta2="0.99")], "model=tiny", "optim.lr=1e-3", "launch.nproc=1")
+    second = sweep_of([job(beta2="0.9"), job(beta2="0.8")], "model=tiny", "optim.lr=1e-7", "telemetry=plain")
+    both = sweep_record.extend_sweep(sweep_record.extend_sweep(None, first), second)
+    assert best_command(both, "optim.beta2=0.99") == (
+        "harness train model=tiny launch.nproc=1 optim.beta2=0.99 optim.lr=1e-3"
+    )
+    assert best_command(both, "optim.beta2=0.8") == (
+        "harness train model=tiny telemetry=plain optim.beta2=0.8 optim.lr=1e-7"
+    )
+    assert both.keys == ["optim.beta2", "optim.lr"], "what the jobs differ in is a column"
+    assert both.values("optim.lr") == ["1e-7", "1e-3"]
+    again = sweep_record.extend_sweep(both, first)
+    assert sorted(map(repr, again.jobs)) == sorted(map(repr, both.jobs))
+
+
+def test_a_key_that_one_command_sweeps_and_another_fixes_is_swept() -> None:
+    first = sweep_of([job(beta2="0.95"), job(beta2="0.99")], "model=tiny")
+    second = sweep_of([job(clip_norm="0.5"), job(clip_norm="1.0")], "model=tiny", "optim.beta2=0.9")
+    both = sweep_record.extend_sweep(first, second)
+    assert best_command(both, "optim.beta2=0.99") == "harness train model=tiny optim.beta2=0.99"
+    assert best_command(both, "optim.clip_norm=0.5") == "harness train model=tiny optim.clip_norm=0.5 optim.beta2=0.9"
+    assert both.values("optim.beta2") == ["0.9", "0.95", "0.99"]
+
+
+def test_a_rejected_job_is_no_job_of_the_sweep_and_replaces_none() -> None:
+    first = sweep_record.extend_sweep(None, sweep_of([job(lr="0.001"), BAD]))
+    assert [each.name for each in first.jobs] == ["optim.lr=0.001"]
+    rejected = replace(job(lr="0.001"), problem="run.name: has another configuration")
+    assert sweep_record.extend_sweep(first, sweep_of([rejected, BAD, job(lr="0.002")])).jobs == [
+        job(lr="0.001"),
+        job(lr="0.002"),
+    ]
+
+
+def test_the_jobs_of_an_older_record_share_its_fixed_overrides(tmp_path: Path) -> None:
+    tree = asdict(sweep_of([job(lr="0.001")], "model=tiny"))
+    del tree["jobs"][0]["fixed"]
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(tree))
+    assert sweep_record.read(tmp_path).jobs[0].fixed == ["model=tiny"]
 
 
 def test_result_of_a_resumed_job(tmp_path: Path) -> None:
@@ -201,7 +258,7 @@ def test_second_sweep_extends_the_first() -> None:
     both = sweep_record.extend_sweep(first, now)
     assert [each.overrides["optim.lr"] for each in both.jobs] == ["2", "9", "10"]
     assert (both.created, both.words) == (1.0, ["new"])
-    assert sweep_record.extend_sweep(None, now) is now
+    assert sweep_record.extend_sweep(None, now) == now
     assert both.values("optim.lr") == ["2", "9", "10"]
 
 

@@ -88,9 +88,8 @@ def test_a_failed_job_does_not_stop_the_sweep_and_a_rerun_completes_it(
 
     assert sweep_command.main(["report", str(sweep)]) == 0
     printed = capsys.readouterr().out
-    assert "sweep: 3 jobs by held-out loss\n" in printed
+    assert "sweep: 2 jobs by held-out loss\n" in printed
     assert printed.count("done (0)") == 2
-    assert printed.count("bad config (2)") == 1
     best = f"harness train {' '.join([*TINY, 'eval.every_steps=1'])} optim.lr=0.00"
     assert best in printed
     assert (sweep / "report-optim.lr.png").exists()
