@@ -41,7 +41,7 @@ def restore_remote_run(cfg: Config, *, is_stopping: StopCheck) -> None:
     url = cfg.checkpoint.remote.url
     if url is None or cfg.run.name is None:
         return
-    restore = Restore(cfg)
+    restore = RemoteRestore(cfg)
     while not run_on_rank_zero(restore.poll):
         if any_rank(is_stopping()):
             restore.abandon()
@@ -51,7 +51,7 @@ def restore_remote_run(cfg: Config, *, is_stopping: StopCheck) -> None:
 
 
 @final
-class Restore:
+class RemoteRestore:
     """The download on rank 0, in a thread that the end of the process does not wait for."""
 
     def __init__(self, cfg: Config) -> None:

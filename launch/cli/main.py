@@ -106,7 +106,7 @@ def dispatch_command(arguments: list[str]) -> int:
             print(version_text())
             return EXIT_DONE
         case [command, *rest] if command in SUMMARIES:
-            return run_command(command, rest)
+            return run_subcommand(command, rest)
         case [unknown, *_]:
             hint = guess_command(unknown)
             print(f"harness: unknown command {unknown!r}{hint}; choose {COMMANDS}", file=sys.stderr)
@@ -115,7 +115,7 @@ def dispatch_command(arguments: list[str]) -> int:
     return EXIT_BAD_CONFIG
 
 
-def run_command(command: str, arguments: Sequence[str]) -> int:
+def run_subcommand(command: str, arguments: Sequence[str]) -> int:
     """Import and run a command. A file that cannot be opened is one line, and Ctrl-C is none, also during imports."""
     module = "launch.train" if command == "train" else f"launch.cli.{command}"
     try:
