@@ -192,7 +192,8 @@ class Fault:
     def rank_of(self, world_size: int) -> int:
         """The rank that it strikes; 0 if it strikes all ranks."""
         rank = self.rank or 0
-        message = f"must be a rank of {world_size}, from {-world_size} to {world_size - 1}, got {rank}"
+        ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+        message = f"must be from {-world_size} to {world_size - 1}, because the run has {ranks}, got {rank}"
         require(-world_size <= rank < world_size, "drill.fault.rank", message)
         return rank % world_size
 

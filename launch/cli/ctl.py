@@ -21,11 +21,13 @@ from pathlib import Path
 
 from harness.checkpoint import catalog
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_CRASHED, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, require
+from harness.config.profile import require_ranks
 from harness.control import inbox, stop_requests
 from harness.control.commands import (
     LONGEST_REASON,
     Command,
     Order,
+    Profile,
     Rollback,
     in_words,
     one_line,
@@ -36,6 +38,7 @@ from harness.control.order_effect import describe_effect, incident_batches, pars
 from harness.core.events import Intervention, RunEnded, RunStarted, StepRecord
 from harness.core.locking import run_lease
 from harness.core.rundir import RunDir, user_name
+from harness.telemetry import heartbeat
 from harness.telemetry.event_log import log_size, read_chunk, tail
 from launch.cli.parser import CommandParser
 
@@ -145,6 +148,8 @@ def send_command(run: RunDir, name: str, args: Namespace) -> int:
     order = build_order(run, name, args)
     if isinstance(order, Rollback):
         hold_targets(run)
+    if isinstance(order, Profile):
+        check_ranks(run, order)
     check_order(run, order, before=[command.order for command in inbox.waiting(run)])
     effect = describe_effect(run, order)
     if effect:
@@ -162,6 +167,12 @@ def send_command(run: RunDir, name: str, args: Namespace) -> int:
         if args.wait
         else EXIT_DONE
     )
+
+
+def check_ranks(run: RunDir, order: Profile) -> None:
+    """Reject ranks that the run does not have, as far as heartbeats tell how many it has."""
+    if beats := heartbeat.read_all(run):
+        require_ranks("--ranks", order.ranks, max(beats, key=lambda beat: beat.time).world_size)
 
 
 def hold_targets(run: RunDir) -> None:

@@ -36,6 +36,7 @@ from harness.telemetry.event_log import last_iteration
 from harness.telemetry.sinks.sink_process import SINK_LOG, send_rest
 from launch.drills.fault_environment import FaultEnvironment, open_environment, require_environment
 from launch.drills.local_nodes import local_node_overrides, on_one_node, rehearses_nodes, start_nodes
+from launch.local.thread_count import count_expected_ranks
 
 POLL_S = 0.1
 ORPHANS_MAY_TAKE_S = 5.0
@@ -65,6 +66,7 @@ def run_drill(
     for run in (victim, twin):
         directories.check_replaceable(run)
     require_environment(scenario.fault.kind, cfg)
+    check_rank(scenario, cfg)
     train_twin(on_one_node(cfg), twin, report=report, limit_s=scenario.limit_s)
     with open_environment([scenario.fault.kind], cfg, victim, twin=gather(twin)) as environment:
         directories.create_directory(environment.cfg, victim)
@@ -86,6 +88,16 @@ def configure_drill(train: Sequence[str], overrides: Sequence[str]) -> Config:
     if not rehearses_nodes(cfg):
         return cfg
     return directories.configure(train, [*overrides, *local_node_overrides(cfg)])
+
+
+def check_rank(scenario: Scenario, cfg: Config) -> None:
+    """Reject a fault of a rank that the run will not have, before the twin is trained.
+
+    Without `launch.nproc`, a Slurm job counts the GPUs of its own nodes; then the victim rejects it.
+    """
+    if cfg.launch.kind is LaunchKind.local or cfg.launch.nproc:
+        twin = on_one_node(cfg)
+        scenario.fault.rank_of(twin.launch.nodes * count_expected_ranks(twin))
 
 
 def train_twin(cfg: Config, twin: RunDir, *, report: Report, limit_s: float) -> None:

@@ -29,7 +29,9 @@ def test_a_fault_strikes_its_iterations_and_ranks() -> None:
     assert [rank for rank in range(4) if FAULT.strikes_rank(rank, 4)] == [3]
     everywhere = Fault(kind=FaultKind.lr_spike, at=1)
     assert all(everywhere.strikes_rank(rank, 4) for rank in range(4))
-    with pytest.raises(ConfigError, match=r"drill\.fault\.rank: must be a rank of 2, from -2 to 1, got 5"):
+    with pytest.raises(
+        ConfigError, match=r"drill\.fault\.rank: must be from -2 to 1, because the run has 2 ranks, got 5"
+    ):
         Fault(kind=FaultKind.nan_grad, at=1, rank=5).rank_of(2)
 
 

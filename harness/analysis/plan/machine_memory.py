@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from harness.analysis.plan.fit import memory_text, suggest_change
-from harness.analysis.plan.memory import OUTSIDE_BYTES, Memory, memory, offloaded_bytes
+from harness.analysis.plan.memory import OUTSIDE_BYTES, Memory, batch_bytes, memory, offloaded_bytes
 from harness.analysis.plan.preflight import parameters_text
 from harness.analysis.plan.resharding import BYTES_PER_GB
 from harness.checkpoint.ring_cost import num_buffers, num_replica_buffers
@@ -70,6 +70,11 @@ def check_memory(cfg: Config, machine: MachineMemory, *, world_size: int) -> lis
     parts = "weights, moments, gradients" + ("" if sure_bytes == held.update_peak_bytes else " and snapshots")
     if sure_bytes * machine.num_sharing > machine.total_bytes:
         there = f"this machine has {memory_text(machine.total_bytes)}"
+        tokens_bytes = batch_bytes(cfg, world_size=world_size)
+        if tokens_bytes > sure_bytes / 2:
+            parts = f"{memory_text(machine.num_sharing * tokens_bytes)} of it for the tokens of a batch"
+            key = "train.batch_size" if cfg.train.batch_tokens is None else "train.batch_tokens"
+            raise ConfigError(key, f"{_needs(cfg, sure_bytes, parts, machine)}, and {there}; choose a smaller batch")
         line = f"{_needs(cfg, sure_bytes, parts, machine)}, and {there}"
         raise ConfigError("model", f"{line}; {smallest_change(cfg, machine, world_size)}")
     peak_bytes = _estimated_bytes(held, machine)

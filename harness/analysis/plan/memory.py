@@ -204,7 +204,7 @@ def _sizes(cfg: Config, world_size: int) -> StepSizes:
         in_flight=0,
         activations=0,
         logits=0,
-        other=WORKSPACE_BYTES + workspace_bytes(cfg) + 2 * TOKEN_BYTES * shared.num_slots * cfg.train.sequence_length,
+        other=WORKSPACE_BYTES + workspace_bytes(cfg) + batch_bytes(cfg, world_size=world_size),
     )
     return StepSizes(
         num_blocks=model.num_layers,
@@ -218,6 +218,11 @@ def _sizes(cfg: Config, world_size: int) -> StepSizes:
         head=model.vocab_size * model.dim,
         state=state,
     )
+
+
+def batch_bytes(cfg: Config, *, world_size: int) -> int:
+    """Inputs and targets of one rank in a step, of all its micro-batches."""
+    return 2 * TOKEN_BYTES * sharing(cfg, world_size).num_slots * cfg.train.sequence_length
 
 
 def _kept_by_blocks(cfg: Config) -> list[int]:

@@ -51,6 +51,16 @@ def test_a_large_model_on_a_laptop_is_rejected_with_numbers_and_a_smaller_model(
     assert check_memory(load([f"model={name[1]}"]), host(16), world_size=2) == []
 
 
+@pytest.mark.parametrize(("key", "value"), [("train.batch_size", 10**10), ("train.batch_tokens", 128 * 10**10)])
+def test_a_batch_that_no_model_could_read_is_rejected_by_its_key(key: str, value: int) -> None:
+    cfg = load([f"{key}={value}", "train.sequence_length=128", "train.micro_batch_size=1"])
+    with pytest.raises(ConfigError) as caught:
+        check_memory(cfg, host(16), world_size=2)
+    needed = r"need 20,48\d GB of memory \(20,480 GB of it for the tokens of a batch\)"
+    line = rf"{key}: 2 ranks with 804k parameters {needed}, and this machine has 16 GB; choose a smaller batch"
+    assert re.fullmatch(line, str(caught.value)), caught.value
+
+
 def test_snapshots_count_in_the_memory_of_the_host_only() -> None:
     cfg, without = load(["model=1b"]), load(["model=1b", "checkpoint.ring.slots=0"])
     assert check_memory(without, host(40), world_size=2) == []

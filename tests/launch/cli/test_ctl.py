@@ -39,6 +39,7 @@ from harness.core.event_json import to_json
 from harness.core.events import Action, ActionKind, CheckpointSaved, Event, Intervention, RunEnded, RunStarted
 from harness.core.rundir import RunDir, append_line, user_name
 from harness.data.order.ledger import Ledger
+from harness.telemetry.heartbeat import Heartbeat
 from launch.cli import ctl
 from launch.cli.main import main
 
@@ -221,6 +222,20 @@ def test_a_profile_needs_no_reason(run: RunDir, capsys: pytest.CaptureFixture[st
     assert ctl.main([str(run.path), "profile"]) == 0
     assert capsys.readouterr().out == f"asked {run.path} to profile 3 steps\n"
     assert pending_orders(run) == [Profile(num_steps=3)]
+
+
+def test_ranks_to_profile_are_those_of_the_newest_heartbeats(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    write_log(run, STARTED)
+    for num_ranks in (4, 2):  # the run was started again on fewer ranks
+        beats = [Heartbeat(run, rank=rank, world_size=num_ranks, num_steps=9) for rank in range(num_ranks)]
+        for beat in beats:
+            with beat:
+                pass
+    assert ctl.main([str(run.path), "profile", "--ranks", "0,3"]) == 2
+    assert capsys.readouterr().err == "harness: --ranks: no rank 3; the run has ranks 0 to 1\n"
+    assert not run.control.exists()
+    assert ctl.main([str(run.path), "profile", "--ranks", "1"]) == 0
+    assert pending_orders(run) == [Profile(num_steps=3, ranks=(1,))]
 
 
 @pytest.mark.parametrize(

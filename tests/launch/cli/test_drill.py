@@ -114,6 +114,10 @@ def test_all_scenarios_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
             ["lost_node", "parallel.device=cuda"],
             "parallel.device: must be cpu or auto: nodes that are rehearsed on one ",
         ),
+        (
+            ["nan_grad", "drill.fault.rank=9", *SMALL],
+            "drill.fault.rank: must be from -2 to 1, because the run has 2 ranks, got 9",
+        ),
         (["campaign", "--minutes", "0"], "--minutes: must be positive, got 0"),
         (["campaign", "--seed", "x"], "drill campaign: argument --seed: invalid int value: 'x'"),
         (["campaign", "--fault", "1"], "--fault: needs --infrastructure; use --round"),
