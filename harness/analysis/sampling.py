@@ -83,7 +83,6 @@ def find_codec(cfg: Config) -> TextCodec:
 
 def encode_prompt(codec: TextCodec, prompt: str, *, cfg: Config) -> list[int]:
     """The tokens of a prompt; `ConfigError` if the model cannot take them."""
-    require(bool(prompt), "--prompt", "must not be empty")
     tokens = [int(token) for token in codec.tokenizer.encode([prompt])[0]]
     length, vocab_size = cfg.train.sequence_length, cfg.model.vocab_size
     message = f"has {len(tokens)} tokens; the context of this model is {length} (train.sequence_length)"

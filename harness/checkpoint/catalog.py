@@ -35,6 +35,8 @@ STATE_FILE = "state.json"
 NUM_BEHIND = 3
 """Intervals of `keep_behind_steps` whose first checkpoint stays: the last one may have begun just now, and the first
 one before it may be a little too young."""
+NEWEST = "newest"
+"""Why the newest checkpoints are kept."""
 HOLDS = "held.json"
 """The request of an operator's command to keep the checkpoints that it has listed."""
 HOLD_S = 600.0
@@ -197,16 +199,39 @@ def select_for_deletion(
     """
     if any(checkpoint.health is Health.unread for checkpoint in checkpoints):
         return []
+    kept = reasons_to_keep(
+        checkpoints, keep=keep, keep_every_steps=keep_every_steps, keep_behind_steps=keep_behind_steps, held=held
+    )
+    ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.age)
+    return [checkpoint for checkpoint in ordered if checkpoint.path not in kept]
+
+
+def reasons_to_keep(
+    checkpoints: Sequence[Checkpoint],
+    *,
+    keep: int,
+    keep_every_steps: int,
+    keep_behind_steps: int = 0,
+    held: Collection[str] = (),
+) -> dict[Path, str]:
+    """Why each checkpoint is kept that `select_for_deletion` does not return, the first reason that holds."""
     ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.age)
     sound = [checkpoint for checkpoint in ordered if checkpoint.health is not Health.tainted]
-    kept = {checkpoint.path for checkpoint in sound[-keep:]}
-    kept |= {checkpoint.path for checkpoint in _milestones(sound, keep_every_steps)}
-    kept |= {checkpoint.path for checkpoint in _milestones(sound, keep_behind_steps, with_first=True)[-NUM_BEHIND:]}
-    kept |= {checkpoint.path for checkpoint in sound if checkpoint.name in held}
     good = [checkpoint for checkpoint in sound if checkpoint.health is Health.good]
     later = [checkpoint for checkpoint in sound if not good or checkpoint.age > good[-1].age]
-    kept |= {checkpoint.path for checkpoint in [*good[-1:], *later[:1]]}
-    return [checkpoint for checkpoint in ordered if checkpoint.path not in kept]
+    reasons = (
+        (NEWEST, sound[-keep:]),
+        ("newest good", good[-1:]),
+        ("next candidate", later[:1]),
+        ("keep_every_steps", _milestones(sound, keep_every_steps)),
+        ("keep_behind_steps", _milestones(sound, keep_behind_steps, with_first=True)[-NUM_BEHIND:]),
+        ("listed for a rollback", [checkpoint for checkpoint in sound if checkpoint.name in held]),
+    )
+    kept: dict[Path, str] = {}
+    for reason, found in reasons:
+        for checkpoint in found:
+            kept.setdefault(checkpoint.path, reason)
+    return kept
 
 
 def _milestones(ordered: Sequence[Checkpoint], every_steps: int, *, with_first: bool = False) -> list[Checkpoint]:

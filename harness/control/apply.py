@@ -29,7 +29,7 @@ from harness.control.commands import (
 )
 from harness.control.inbox import REFUSED, intervention_event, interventions
 from harness.control.order_checks import check_order, require_unread
-from harness.core.events import Action, ActionKind, Outcome
+from harness.core.events import BY_OPERATOR, Action, ActionKind, Outcome
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
 from harness.distributed.collectives import broadcast, gather_results
@@ -38,7 +38,6 @@ from harness.run import Ending, Run
 from harness.telemetry.heartbeat import Phase
 from harness.trials import TrainStep
 
-BY_OPERATOR = 0
 PAUSE_POLL_S = 1.0
 
 

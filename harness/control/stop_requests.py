@@ -22,9 +22,9 @@ from dataclasses import asdict, dataclass, field
 from types import FrameType
 from typing import final
 
-from harness.config.errors import ConfigError
 from harness.control.commands import one_line
 from harness.core.events import Intervention
+from harness.core.locking import run_lease
 from harness.core.rundir import RunDir, write_atomically
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -138,4 +138,4 @@ def clear_stop_file(run: RunDir) -> None:
     try:
         run.stop.unlink(missing_ok=True)
     except OSError as error:
-        raise ConfigError("", f"{run.stop} cannot be removed: {error.strerror}") from None
+        raise run_lease.io_error(run.stop, "cannot remove", error) from None

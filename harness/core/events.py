@@ -394,6 +394,10 @@ class ActionKind(StrEnum):
     halt = "halt"
 
 
+BY_OPERATOR = 0
+"""Incident number of an operator's action."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Action(Event):
     """A decision of the policy, equal on every rank. Its result is an `Outcome`."""
@@ -403,7 +407,7 @@ class Action(Event):
     step: int
     """Updates applied so far."""
     incident: int
-    """Number of the incident that it answers, counted from 1."""
+    """Number of the incident that it answers, counted from 1; `BY_OPERATOR`: none."""
     reason: str
     """Why, in one line."""
     onset: int

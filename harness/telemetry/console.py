@@ -21,6 +21,7 @@ from harness.config.errors import EXIT_DONE
 from harness.core.batch_sizes import TokenSchedule
 from harness.core.credentials import ENVIRONMENT, without_credentials
 from harness.core.events import (
+    BY_OPERATOR,
     Action,
     ActionKind,
     ChangePlanned,
@@ -158,7 +159,7 @@ def event_line(event: Event) -> str | None:
             causes = [*(f"rank {rank}" for rank in event.ranks), *event.groups]
             suffix = f" ({', '.join(causes)})" if causes else ""
             return f"iteration {event.iteration}: {event.kind}, {event.message}{suffix}"
-        case Action():
+        case Action() if event.incident != BY_OPERATOR:  # the line of the command follows
             return f"iteration {event.iteration}: {event.kind}, {event.reason}"
         case ChangePlanned():
             return f"iteration {event.iteration}: planned change, {event.reason}; wider bounds until {event.until}"

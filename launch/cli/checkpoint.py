@@ -13,7 +13,7 @@ import json
 import sys
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from threading import Lock
@@ -183,13 +183,8 @@ def prune_command(arguments: Sequence[str]) -> int:
             catalog.read_health(checkpoint.path)  # raises with the reason; nothing is deleted
 
     def list_expendable() -> list[Checkpoint]:
-        return catalog.select_for_deletion(
-            catalog.list_checkpoints(run.checkpoints),
-            keep=kept["keep"],
-            keep_every_steps=kept["keep_every_steps"],
-            keep_behind_steps=kept["keep_behind_steps"],
-            held=catalog.held_names(run.checkpoints, now=time.time()),
-        )
+        held = catalog.held_names(run.checkpoints, now=time.time())
+        return catalog.select_for_deletion(catalog.list_checkpoints(run.checkpoints), **kept, held=held)
 
     deleted_bytes: list[int] = []
     for checkpoint in list_expendable():
@@ -197,8 +192,23 @@ def prune_command(arguments: Sequence[str]) -> int:
             deleted_bytes += delete_and_print(checkpoint.path, checkpoint.health, dry_run=args.dry_run)
     for path in catalog.list_damaged(run.checkpoints) if args.damaged else ():
         deleted_bytes += delete_and_print(path, QUARANTINED, dry_run=args.dry_run)
-    print(f"{'would delete' if args.dry_run else 'deleted'} {len(deleted_bytes)}, {size_text(sum(deleted_bytes))}")
+    total = f"{'would delete' if args.dry_run else 'deleted'} {len(deleted_bytes)}, {size_text(sum(deleted_bytes))}"
+    print("; ".join([total, *describe_kept(run, kept)]))
     return EXIT_DONE
+
+
+def describe_kept(run: RunDir, kept: Mapping[str, int]) -> list[str]:
+    """What retention keeps beside the newest checkpoints, and why; empty if there is nothing else."""
+    held = catalog.held_names(run.checkpoints, now=time.time())
+    reasons = catalog.reasons_to_keep(catalog.list_checkpoints(run.checkpoints), **kept, held=held)
+    names: dict[str, list[str]] = {}
+    for path, reason in reasons.items():
+        names.setdefault(reason, []).append(path.name)
+    names.pop(catalog.NEWEST, None)
+    others = [
+        f"{found[0]} ({reason})" if len(found) == 1 else f"{len(found)} ({reason})" for reason, found in names.items()
+    ]
+    return [f"beside the newest {kept['keep']} kept {', '.join(others)}"] if others else []
 
 
 def prune_parser() -> ArgumentParser:

@@ -35,6 +35,7 @@ def main(argv: Sequence[str]) -> int:
 
 def sample_and_print(arguments: Sequence[str]) -> None:
     args = build_parser().parse_args(arguments)
+    require(bool(args.prompt), "--prompt", "must not be empty")
     run = RunDir(Path(args.run))
     require(run.config.is_file(), args.run, f"is not a run directory: it has no {run.config.name}")
     require(any(run.checkpoints.glob("step-*")), args.run, "has no checkpoint yet")

@@ -10,13 +10,25 @@ import sys
 import termios
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from harness.config.schema import Config
 from harness.core.batch_sizes import BatchSize, BatchSizes, TokenSchedule
-from harness.core.events import CheckpointSaved, EvalRecord, Event, Intervention, RunEnded, RunStarted, StepRecord
+from harness.core.events import (
+    BY_OPERATOR,
+    Action,
+    ActionKind,
+    CheckpointSaved,
+    EvalRecord,
+    Event,
+    Intervention,
+    RunEnded,
+    RunStarted,
+    StepRecord,
+)
 from harness.core.rundir import RunDir
 from harness.core.safe_stream import SafeStream
 from harness.telemetry.console import (
@@ -71,6 +83,30 @@ def test_plain_lines(make_step: MakeStep, started: RunStarted) -> None:
         "ann changed optim.lr: [0.003, 0.001] (too hot)",
         "step 11/12  loss 5.4000  grad 1.25  lr 3.0e-03  20.5 ktok/s  38.2 GFLOP/s  ETA 0:00",
         "step 12/12  loss 5.3900  grad 1.25  lr 3.0e-03  20.5 ktok/s  38.2 GFLOP/s  ETA 0:00",
+    ]
+
+
+def test_an_action_of_an_operator_is_one_line() -> None:
+    action = Action(
+        time=0.0,
+        iteration=128,
+        kind=ActionKind.cool,
+        step=128,
+        incident=1,
+        reason="third spike",
+        onset=128,
+        lr_scale=0.5,
+    )
+    changes = {"command": "multiply the learning rate by 0.5", "factor": 0.5, "step": 128}
+    asked = Intervention(time=0.0, iteration=128, who="ann", reason="too hot", changes=changes)
+    stream = io.StringIO()
+    console = Console(200, stream)
+    for event in (action, replace(action, incident=BY_OPERATOR, reason="too hot"), asked):
+        console.show(event)
+    console.close()
+    assert stream.getvalue().splitlines() == [
+        "iteration 128: cool, third spike",
+        "command of ann: multiply the learning rate by 0.5 (too hot)",
     ]
 
 

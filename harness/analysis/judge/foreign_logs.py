@@ -46,6 +46,9 @@ SPREAD = re.compile(r"__(min|max)$")
 
 def read_records(path: Path, wanted: Mapping[str, str]) -> Iterator[StepRecord]:
     """The rows of a log; `wanted` names columns that `NAMES` does not match. All rows reuse the same record object."""
+    if path.is_dir():
+        message = f"is a directory; give a log such as {path}/events.jsonl, or use harness diagnose {path}"
+        raise ConfigError(str(path), message)
     if not path.is_file():
         raise ConfigError(str(path), "no such file")
     try:

@@ -137,7 +137,7 @@ class CorpusFiles:
         before = meta["options"]
         changes = [name for name in before | identity if before.get(name) != identity.get(name)]
         changes += [] if _same_inputs(meta["inputs"], inputs) else ["inputs"]
-        message = f"exists and was made with other {', '.join(changes)}; choose another --output, or remove it"
+        message = f"exists and differs in {', '.join(changes)}; choose another --output, or remove it"
         require(not changes, str(self.meta), message)
         return meta if self.data.exists() and self.index.exists() else None
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from harness.config.alerts import AlertKind
 from harness.config.errors import EXIT_DONE, EXIT_HALTED, EXIT_INTERRUPTED
-from harness.core.events import Action, ActionKind, EndCause, Event, Incident, RunEnded, RunRestarted
+from harness.core.events import BY_OPERATOR, Action, ActionKind, EndCause, Event, Incident, RunEnded, RunRestarted
 
 SILENT_ACTIONS = (ActionKind.watch, ActionKind.check)
 """Actions that change nothing."""
@@ -21,8 +21,6 @@ HANG_TOPIC = "hang"
 """One for all ranks: the ranks that wait for the one that hangs do not move either."""
 TOPICS_OF_A_START = ("halt", HANG_TOPIC, "finished")
 """How the topics begin that are new in each start: a run that halts, is resumed and halts again has halted twice."""
-BY_OPERATOR = 0
-"""Incident number of an operator's action."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

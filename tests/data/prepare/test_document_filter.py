@@ -164,12 +164,12 @@ def test_the_filter_is_off_by_default_and_part_of_the_identity(tmp_path: Path) -
     assert "dropped" not in render(parse_report(plain["report"]), {})
     del plain["report"]["dropped"]
     assert parse_report(plain["report"]).dropped is None, "a report of an earlier version"
-    with pytest.raises(ConfigError, match="was made with other filter"):
+    with pytest.raises(ConfigError, match="exists and differs in filter; choose"):
         make([source], tmp_path / "out", document_filter=DocumentFilter())
     make([source], tmp_path / "filtered", document_filter=DocumentFilter())
-    with pytest.raises(ConfigError, match="was made with other filter"):
+    with pytest.raises(ConfigError, match="exists and differs in filter; choose"):
         make([source], tmp_path / "filtered")
-    with pytest.raises(ConfigError, match="was made with other filter"):
+    with pytest.raises(ConfigError, match="exists and differs in filter; choose"):
         make([source], tmp_path / "filtered", document_filter=DocumentFilter(max_chars=9))
 
 

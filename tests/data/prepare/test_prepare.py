@@ -263,12 +263,10 @@ def test_finished_corpus_is_reused_and_other_options_are_rejected(tokenizer_file
     before = contents(tmp_path / "out")
     os.utime(source)
     assert make([source], tmp_path / "out", workers=2) == made
-    with pytest.raises(
-        ConfigError, match=r"out.meta.json: exists and was made with other tokenizer, append_eod; choose"
-    ):
+    with pytest.raises(ConfigError, match=r"out.meta.json: exists and differs in tokenizer, append_eod; choose"):
         make([source], tmp_path / "out", tokenizer=tokenizer_file, append_eod=True)
     write_jsonl(source, ["Something else."])
-    with pytest.raises(ConfigError, match=r"out.meta.json: exists and was made with other inputs; choose"):
+    with pytest.raises(ConfigError, match=r"out.meta.json: exists and differs in inputs; choose"):
         make([source], tmp_path / "out")
     assert contents(tmp_path / "out") == before
     (tmp_path / "foreign.bin").write_bytes(b"precious")

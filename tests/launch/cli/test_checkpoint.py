@@ -246,7 +246,21 @@ def test_prune_keeps_what_the_run_keeps(run: RunDir, capsys: pytest.CaptureFixtu
     assert lines[1].endswith(f"  {size / 1e3:.1f} kB")
     assert lines[-1].startswith("deleted 2, ")
     assert steps(run) == [20, 30, 50, 60]
-    assert run_command(capsys, "prune", "runs/first") == ["deleted 0, 0 B"]
+    others = "beside the newest 2 kept step-00000020-gen-0 (newest good), step-00000030-gen-0 (next candidate)"
+    assert lines[-1].endswith(f"; {others}")
+    assert run_command(capsys, "prune", "runs/first") == [f"deleted 0, 0 B; {others}"]
+
+
+def test_prune_says_why_more_than_the_newest_are_kept(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (10, 20, 30, 40, 50, 60, 70):
+        save(run, step, health=Health.good if step == 60 else None)
+    catalog.request_hold(run.checkpoints, catalog.list_checkpoints(run.checkpoints)[4:5], now=time.time())
+    args = ("--keep", "1", "--keep-every-steps", "20", "--keep-behind-steps", "30")
+    reasons = ["step-00000060-gen-0 (newest good)", "2 (keep_every_steps)", "2 (keep_behind_steps)"]
+    reasons.append("step-00000050-gen-0 (listed for a rollback)")
+    others = f"; beside the newest 1 kept {', '.join(reasons)}"
+    (line,) = run_command(capsys, "prune", "runs/first", *args, "--dry-run")
+    assert line == f"would delete 0, 0 B{others}"
 
 
 @pytest.mark.parametrize(
@@ -318,7 +332,9 @@ def test_prune_beside_the_runs_own_retention(
     for step in (10, 20, 30, 40, 50):
         save(run, step)
     monkeypatch.setattr(checkpoint, "bytes_of", lambda path: int(catalog.delete(path)))
-    assert run_command(capsys, "prune", "runs/first") == ["deleted 0, 0 B"]
+    assert run_command(capsys, "prune", "runs/first") == [
+        "deleted 0, 0 B; beside the newest 2 kept step-00000010-gen-0 (next candidate)"
+    ]
     assert steps(run) == [10, 40, 50]
 
 

@@ -65,6 +65,10 @@ def test_columns_and_options_can_be_given(tmp_path: Path, capsys: pytest.Capture
     [
         (["absent.csv"], "absent.csv: no such file"),
         (
+            ["directory"],
+            "directory: is a directory; give a log such as directory/events.jsonl, or use harness diagnose directory",
+        ),
+        (
             ["log.csv", "--column", "loss=c"],
             "log.csv: no column for the loss; choose one with --column loss=NAME, from 'a', 'b'",
         ),

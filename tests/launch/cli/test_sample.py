@@ -84,7 +84,6 @@ def test_top_k_and_temperature_limit_the_choice() -> None:
         (["gone", "--prompt", "x"], "gone: is not a run directory: it has no config.yaml"),
         (["empty", "--prompt", "x"], "empty: has no checkpoint yet"),
         (["first"], "sample: the following arguments are required: --prompt; see --help"),
-        (["first", "--prompt", ""], "--prompt: must not be empty"),
         (["first", "--prompt", "x" * 20], f"--prompt: has 20 tokens; the context of this model is {SEQUENCE_LENGTH}"),
         (["first", "--prompt", "x", "--step", "7"], "--step: no checkpoint of step 7; there are step-00000005-gen-0, "),
         (["first", "--prompt", "x", "--tokens", "0"], "--tokens: must be at least 1, got 0"),
@@ -105,6 +104,13 @@ def test_a_mistake_is_one_line(
     assert shown.out == ""
     assert shown.err.splitlines()[-1].startswith(f"harness: {line}")
     assert sum("on cpu" not in row for row in shown.err.splitlines()) == 1
+
+
+def test_an_empty_prompt_is_rejected_before_a_checkpoint_is_chosen(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sample", str(runs / "first"), "--prompt", ""]) == 2
+    assert capsys.readouterr().err == "harness: --prompt: must not be empty\n"
 
 
 def test_weights_that_are_not_finite_are_named() -> None:
