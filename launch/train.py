@@ -20,7 +20,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.config.compose import compose_job, load, register, validate
+from harness.config.compose import compose_job, keep_text, load, register, validate
 from harness.config.conf_files import conf_dir, list_groups, read_tree
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError, require
 from harness.config.explain import explain
@@ -98,6 +98,7 @@ def run_app(arguments: Sequence[str], missing: dict[Path, list[Path]]) -> int:
             codes.append(run_job(tree, settings, arguments))
 
     register()
+    sys.argv = ["harness train", *keep_text(arguments)]
     try:
         hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(job)()
         if sweep:

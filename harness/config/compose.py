@@ -8,6 +8,7 @@ line (`harness.config.explain`).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, fields, is_dataclass
@@ -20,13 +21,15 @@ import yaml
 from harness.config.conf_files import FAST_LOADER, conf_dir, list_groups, read_tree
 from harness.config.default_config import read_default
 from harness.config.errors import ConfigError, require
-from harness.config.explain import explain, explain_key, keys_of
+from harness.config.explain import explain, explain_key, is_text_key, keys_of
 from harness.config.plain_config import build_plain
 from harness.config.schema import Config
 from harness.core.credentials import require_no_credentials
 
 T = TypeVar("T")
 
+NUMBER_OR_BOOLEAN = re.compile(r"[-+.\d]|(true|false|inf|nan)$", re.IGNORECASE)
+"""How the text of an override begins that Hydra may read as a number or a boolean."""
 FAST_DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 """The emitter in C, which takes a tenth of the time, where PyYAML was built with it."""
 
@@ -98,7 +101,23 @@ def compose_tree(overrides: Sequence[str], **options: bool) -> Any:
 
     register()
     with parsing_in_c(), initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return compose("config", overrides=list(overrides), **options)
+        return compose("config", overrides=keep_text(overrides), **options)
+
+
+def keep_text(overrides: Sequence[str]) -> list[str]:
+    """The overrides with the text of string keys in quotes where Hydra would read a number or a boolean and write it in
+    another way: 1.10 is a name."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    kept = []
+    for override in overrides:
+        key, _, text = override.partition("=")
+        if not override.startswith(("-", "~")) and NUMBER_OR_BOOLEAN.match(text) and is_text_key(key.lstrip("+")):
+            parsed = OverridesParser.create().parse_override(override)
+            is_other = not parsed.is_sweep_override() and isinstance(parsed.value(), bool | int | float)
+            override = f"{key}='{text}'" if is_other else override
+        kept.append(override)
+    return kept
 
 
 @contextmanager

@@ -172,12 +172,23 @@ def translate(complaint: str) -> str:
 @cache
 def keys_of(section: str, root: Any = Config) -> tuple[str, ...]:
     """Keys of a section of the tree; empty if there is no such section."""
+    node = type_of(section, root)
+    return tuple(field.name for field in fields(node)) if is_dataclass(node) else ()
+
+
+def is_text_key(key: str) -> bool:
+    """Whether the value of a key is a string; also if it may be null."""
+    return type_of(key) in (str, str | None)
+
+
+def type_of(key: str, root: Any = Config) -> Any:
+    """The type of a key of the tree, of a list that of its items; None if there is no such key."""
     node: Any = root
-    for name in re.findall(r"[^.\[\]]+", re.sub(r"\[\d+\]|\.\d+\b", "", section)):
+    for name in re.findall(r"[^.\[\]]+", re.sub(r"\[\d+\]|\.\d+\b", "", key)):
         if get_origin(node) is dict:  # the name is the user's
             node = get_args(node)[-1]
         else:
             node = get_type_hints(node).get(name) if is_dataclass(node) else None
-        if get_origin(node) is list:  # all its sections have one type
+        if get_origin(node) is list:  # all its items have one type
             (node,) = get_args(node)
-    return tuple(field.name for field in fields(node)) if is_dataclass(node) else ()
+    return node

@@ -52,6 +52,24 @@ def test_every_field_has_a_value() -> None:
         assert "???" not in compose.flat({field.name: compose.plain(cfg)[field.name]}).values()
 
 
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        *((text, text) for text in ("2026_11", "1.10", "1e5", "True", "+1", "007", "-5", "nan", "a-1.10", "on")),
+        ("null", None),
+        ("'1.10'", "1.10"),
+        ('"null"', "null"),
+    ],
+)
+def test_a_string_key_takes_the_text_of_its_override(text: str, name: str | None) -> None:
+    assert compose.load([f"run.name={text}"]).run.name == name
+
+
+def test_only_string_keys_take_the_text() -> None:
+    cfg = compose.load(["++launch.slurm.account=1.10", "train.num_steps=1_000", "optim.lr=1e-4", "run.seed=+7"])
+    assert (cfg.launch.slurm.account, cfg.train.num_steps, cfg.optim.lr, cfg.run.seed) == ("1.10", 1000, 1e-4, 7)
+
+
 def test_overrides_are_applied() -> None:
     cfg = compose.load(["model=1b", "precision=bf16", "optim.lr=1e-4", "train.batch_tokens=1024", "run.name=x"])
     assert (cfg.model.dim, cfg.precision.kind, cfg.optim.lr, cfg.train.batch_size) == (2048, "bf16", 1e-4, 4)

@@ -69,6 +69,11 @@ def test_help_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_the_app_of_hydra_takes_the_text_of_a_string_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--cfg", "job", "run.name=1.10"]) == 0
+    assert "\n  name: '1.10'\n" in capsys.readouterr().out
+
+
 def test_a_usage_error_is_one_line_and_exits_2(tmp_path: Path) -> None:
     result = harness("train", "optim.lr=abc", cwd=tmp_path)
     assert (result.returncode, result.stdout) == (2, "")
