@@ -82,6 +82,25 @@ def newest_data_change(interventions: Sequence[Intervention], logged: Iterable[E
     return None
 
 
+SCHEDULE_KEYS = frozenset(
+    {
+        "optim.lr",
+        "optim.schedule",
+        "optim.warmup_steps",
+        "optim.decay_steps",
+        "optim.min_lr_fraction",
+        "train.num_steps",
+    }
+)
+"""Config keys that the learning rate of a step depends on."""
+
+
+def newest_schedule_change(interventions: Iterable[Intervention]) -> int:
+    """The iteration after which the newest resume with another learning-rate schedule began; -1: there was none."""
+    changed = (event.iteration for event in interventions if not SCHEDULE_KEYS.isdisjoint(event.changes))
+    return max(changed, default=-1)
+
+
 @final
 @dataclass(slots=True)
 class PlannedChanges:

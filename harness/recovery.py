@@ -130,7 +130,7 @@ def recover(action: Action, parts: Parts, state: RunState, *, root: Path) -> Out
         failure = error
     if restored is not None:
         state.return_to(restored.state)
-        parts.sentinel.rewind(restored.state.sentinel)
+        parts.sentinel.rewind(restored.state.sentinel, iteration=restored.state.iteration)
         parts.checkpoints.continue_after_restore(state)
         parts.update.measure_digest()
         parts.fp8_layers.reset_scale_history()

@@ -18,14 +18,14 @@ from harness.control import stop_requests
 from harness.control.apply import ordered_factor
 from harness.control.inbox import interventions
 from harness.core import rundir
-from harness.core.events import CheckpointJudged, Event, RunStarted
+from harness.core.events import CheckpointJudged, Event, Intervention, RunStarted
 from harness.core.locking import run_lease
 from harness.core.node_name import machine_name
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
 from harness.data.corpus.corpus_record import render_record
 from harness.distributed.collectives import gather_results, run_on_all_ranks, run_on_rank_zero
-from harness.planned_changes import DataChange, newest_data_change
+from harness.planned_changes import DataChange, newest_data_change, newest_schedule_change
 from harness.recovery import set_rate
 from harness.run_corpus import RunData
 from harness.telemetry.evaluation_process import require_evaluation
@@ -97,8 +97,19 @@ def accept_config(cfg: Config, data: RunData, opened: Opened) -> None:
 def find_data_change(run: RunDir) -> DataChange | None:
     """The newest resume with other data. It is read from the run directory: an earlier start may have begun with it,
     or the launcher of a job may have accepted it."""
-    changes = [event for event in interventions(run) if event.reason == rundir.CONFIG_CHANGED]
+    changes = config_changes(run)
     return newest_data_change(changes, read_non_step_events(run.events) if changes else [])
+
+
+def config_changes(run: RunDir) -> list[Intervention]:
+    """The resumes with another configuration so far, in order."""
+    return [event for event in interventions(run) if event.reason == rundir.CONFIG_CHANGED]
+
+
+def find_schedule_change(opened: Opened) -> int:
+    """The iteration after which the newest resume with another learning-rate schedule began; -1: there was none."""
+    this_start = rundir.make_config_change_event(opened.changes, iteration=opened.last_iteration)
+    return newest_schedule_change([*config_changes(opened.run), this_start])
 
 
 class LoadedState(NamedTuple):
@@ -201,6 +212,7 @@ def begin_start(parts: Parts, run: RunDir, *, kept: int | None) -> None:
 def restore_sentinel(parts: Parts, state: RunState, opened: Opened) -> None:
     """Restore the detectors as of the loaded state, and the policy with all that it has decided since by the log."""
     since = run_on_rank_zero(lambda: events_since(opened.run.events, state.iteration))
-    run_on_all_ranks(lambda: parts.sentinel.resume(state.sentinel, since))
+    parts.sentinel.schedule_changed_at = run_on_rank_zero(lambda: find_schedule_change(opened))
+    run_on_all_ranks(lambda: parts.sentinel.resume(state.sentinel, since, iteration=state.iteration))
     state.lr_factor = run_on_rank_zero(lambda: ordered_factor(opened.run, state.lr_factor))
     state.sentinel = {}

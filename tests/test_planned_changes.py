@@ -6,7 +6,7 @@ from harness.core.events import ChangePlanned, Intervention
 from harness.core.rundir import CONFIG_CHANGED
 from harness.core.state import RunState
 from harness.data.order.ledger import Ledger
-from harness.planned_changes import REASONS, DataChange, PlannedChanges, newest_data_change
+from harness.planned_changes import REASONS, DataChange, PlannedChanges, newest_data_change, newest_schedule_change
 from tests.composed import load
 
 
@@ -46,6 +46,12 @@ def test_the_newest_resume_with_other_data_is_found_with_its_window() -> None:
     rope = "the run was resumed with another model.rope_theta"
     changes = [*changes, changed(70, "model.rope_theta")]
     assert newest_data_change(changes, [*log, announced(71, 130, rope)]) == DataChange(rope, 130)
+
+
+def test_the_newest_resume_with_another_schedule_is_found() -> None:
+    changes = [changed(10, "optim.lr"), changed(40, "train.num_steps", "data.paths"), changed(60, "optim.beta1")]
+    assert newest_schedule_change(changes) == 40
+    assert newest_schedule_change(changes[2:]) == newest_schedule_change([]) == -1
 
 
 def test_of_two_windows_that_begin_together_that_of_the_resume_is_announced() -> None:

@@ -60,6 +60,8 @@ class Sentinel:
     """For reports; no decision depends on it."""
     machines: dict[str, list[int]] = field(default_factory=dict)
     """Machine -> its ranks, as the last start logged them."""
+    schedule_changed_at: int = -1
+    """The iteration after which the newest resume with another learning-rate schedule began; -1: there was none."""
     decided: list[DecisionKey] = field(default_factory=list)
     """Actions and outcomes since the last record. The log has them behind that record."""
 
@@ -151,15 +153,21 @@ class Sentinel:
         other.resume(self.memory(), ())
         return other
 
-    def rewind(self, memory: dict[str, Any]) -> None:
-        """Restore the detectors from a snapshot; to their initial state if the snapshot has none."""
+    def rewind(self, memory: dict[str, Any], *, iteration: int | None = None) -> None:
+        """Restore the detectors from the snapshot of an iteration; to their initial state if the snapshot has none.
+
+        If the learning-rate schedule was changed since, its next value is no jump.
+        """
         detect = self.cfg.detect
         self.detectors = Detectors.restore(detect, memory["detectors"]) if memory else Detectors(detect)
         self.detectors.on_start(self.machines)
+        if iteration is not None and iteration <= self.schedule_changed_at:
+            self.detectors.expect_lr_change()
 
-    def resume(self, memory: dict[str, Any], since: Iterable[Event]) -> None:
-        """Restore from a checkpoint, then update the policy from the events logged since: no decision is lost."""
-        self.rewind(memory)
+    def resume(self, memory: dict[str, Any], since: Iterable[Event], *, iteration: int | None = None) -> None:
+        """Restore from the checkpoint of an iteration, then update the policy from the events logged since: no decision
+        is lost."""
+        self.rewind(memory, iteration=iteration)
         if memory:
             self.policy = Policy.restore(self.cfg.policy, memory["policy"], lag=self.cfg.lag)
             self.digest = memory["digest"]

@@ -16,6 +16,7 @@ from harness.core import event_json
 from harness.core.events import Action, ActionKind, Event, Finding, FindingKind, Outcome, RunEnded, StepRecord
 from harness.core.rundir import RunDir
 from harness.sentinel.policy.policy import replay_actions
+from harness.sentinel.policy.policy_state import RESTORES
 from tests.distributed import cases, faulty_runs
 from tests.distributed.cases import tiny
 from tests.distributed.common_part import copy_common_part
@@ -186,6 +187,23 @@ def test_the_gate_works_from_the_first_step_after_a_restart(ranks: Pool, tmp_pat
     fault = Fault("gradient", 1, factor=1e6, iteration=1)
     again = run(ranks, tmp_path, "victim", fault, *overrides, "train.num_steps=24")
     assert [record.cursor for record in refused(again.log)] == [20]
+
+
+@pytest.mark.full
+def test_a_learning_rate_that_a_resume_changes_is_no_jump_also_after_a_rollback(ranks: Pool, tmp_path: Path) -> None:
+    """The second start changes it after step 24. Its NaN weights lead back to step 20, where it was the old one."""
+    overrides = (WITHOUT_SNAPSHOTS, "run.resume=changed", "optim.schedule=constant")
+    run(ranks, tmp_path, "victim", None, *overrides, "optim.lr=1e-3", "train.num_steps=24")
+    fault = Fault("weights", 1, factor=math.nan, iteration=1)
+    again = run(ranks, tmp_path, "victim", fault, *overrides, "optim.lr=3e-4", "train.num_steps=28")
+    assert again.code == 0
+    (restored,) = [each for each in events_of(Outcome, again.log) if each.succeeded and each.kind in RESTORES]
+    assert restored.step == 20
+    assert [record.lr for record in events_of(StepRecord, again.log) if record.step in (20, 21)] == pytest.approx(
+        [1e-3, 1e-3, 3e-4]
+    )
+    assert FindingKind.lr_jump not in [found.kind for found in events_of(Finding, again.log)]
+    check_replay(again.log, *overrides, "optim.lr=3e-4", "train.num_steps=28")
 
 
 FP8_FALLBACK = (

@@ -218,3 +218,44 @@ def test_a_restart_after_a_halt_forgets_its_incident(tmp_path: Path) -> None:
     run.log.append(Action(kind=ActionKind.halt, incident=1, reason="", onset=100, **given))
     run.log.append(RunStarted(time=0.0, iteration=run.iteration, world_size=2, num_steps=900, step=run.step))
     assert resumed(run, run.memories[150], 150, tmp_path).incident_log.entries == {}
+
+
+def iterate_at(sentinel: Sentinel, iteration: int, lr: float, *, is_rejected: bool = False) -> Action | None:
+    row = replace(healthy(iteration), lr=lr)
+    if is_rejected:
+        row = replace(row, refused=True, loss=math.nan, grad_norm=math.nan)
+    return sentinel.process_record(row).action
+
+
+@pytest.mark.parametrize("restores", [False, True], ids=["resume", "restore"])
+def test_a_learning_rate_that_was_changed_on_purpose_is_no_jump(restores: bool) -> None:
+    """A bad batch behind it is skipped; after a jump it would cost a rewind."""
+    first = Sentinel.start(CFG)
+    for iteration in range(1, 101):
+        assert iterate_at(first, iteration, 3e-4) is None
+    memory = as_stored(first)
+    again = Sentinel.start(CFG)
+    again.schedule_changed_at = 100
+    again.resume(memory, (), iteration=100)
+    last = 100
+    if restores:
+        for iteration in range(101, 201):
+            assert iterate_at(again, iteration, 1e-4) is None
+        again.rewind(memory, iteration=100)
+        last = 200
+    for iteration in range(last + 1, last + 11):
+        assert iterate_at(again, iteration, 1e-4) is None
+    skip = iterate_at(again, last + 11, 1e-4, is_rejected=True)
+    assert skip is not None
+    assert skip.kind is ActionKind.skip
+
+
+def test_a_jump_is_found_in_a_state_from_after_the_change_of_the_schedule() -> None:
+    first = Sentinel.start(CFG)
+    for iteration in range(1, 101):
+        assert iterate_at(first, iteration, 3e-4) is None
+    again = Sentinel.start(CFG)
+    again.schedule_changed_at = 99
+    again.resume(as_stored(first), (), iteration=100)
+    findings, _ = again.process_record(replace(healthy(101), lr=1e-4))
+    assert [found.kind for found in findings] == ["lr_jump"]
