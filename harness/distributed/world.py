@@ -157,8 +157,11 @@ def connect(cfg: ParallelConfig, *, ranks_per_gpu: int = 1) -> World:
         shape, axes = (cfg.replicate, size // cfg.replicate), ("replicate", "shard")
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=axes)
     host_mesh = mesh if device.type == "cpu" else init_device_mesh("cpu", shape, mesh_dim_names=axes)
-    for group in (*mesh.get_all_groups(), *host_mesh.get_all_groups()):
-        set_timeout(group, cfg.timeout_s)
+    if cfg.replicate > 1:
+        for group in (*mesh.get_all_groups(), *host_mesh.get_all_groups()):
+            set_timeout(group, cfg.timeout_s)
+        for group in host_mesh.get_all_groups():
+            dist.all_reduce(torch.zeros(1), group=group)  # gloo keeps the old timeout for a group's first collective
     background_group = new_background_group(cfg.timeout_s)
     context_group = None
     if cfg.context > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import chdir, nullcontext
@@ -14,6 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -377,6 +379,19 @@ def timeouts_of_groups(*overrides: str) -> dict[str, float]:
     return {
         axis: group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for axis, group in groups.items()
     }
+
+
+def fails_before_a_late_rank(*overrides: str) -> bool:
+    """Whether the first shard gives up in a collective that the second one calls after the timeout."""
+    cfg = tiny(*overrides)
+    world = connect(cfg.parallel)
+    if world.shard:
+        time.sleep(1.5 * cfg.parallel.timeout_s)
+    try:
+        dist.all_reduce(torch.ones(1), group=world.shard_group)
+    except RuntimeError:
+        return True
+    return False
 
 
 def gather_with_world_size_1(*overrides: str) -> dict[str, bool]:

@@ -199,6 +199,8 @@ def test_replicas_and_shards_wait_as_long_as_configured(ranks: Pool) -> None:
     """Also the groups of one mesh axis, which torch creates."""
     overrides = ("parallel.replicate=2", "parallel.timeout_s=123")
     assert ranks.run(4, cases.timeouts_of_groups, *overrides) == [{"shard": 123.0, "replicate": 123.0}] * 4
+    overrides = ("parallel.replicate=2", "parallel.timeout_s=10")
+    assert ranks.run(4, cases.fails_before_a_late_rank, *overrides)[::2] == [True, True]
 
 
 @pytest.mark.full

@@ -15,5 +15,6 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 
 def set_timeout(group: ProcessGroup, timeout_s: float) -> None:
-    """From the next collective on, by all backends of the group."""
+    """For all backends of the group. A gloo group that connects lazily keeps the old timeout for its first
+    collective."""
     _set_pg_timeout(timedelta(seconds=timeout_s), group)
