@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from harness.config import compose
-from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, StorageError
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_CRASHED, EXIT_DONE, ConfigError, StorageError
 from harness.config.schema import Config
 from harness.core.child_process import die_with, ignore_trainer_signals, lower_priority, wait_for_trainer
 from harness.core.event_json import to_json
@@ -56,20 +56,22 @@ def evaluate_until_end(run: RunDir, cfg: Config, events: IO[str], *, trainer: in
     """Evaluate checkpoints as they appear, until the trainer has ended; then the last one.
 
     A trainer that is gone reads no more events, so the process ends at once. While the storage fails, the checkpoints
-    are listed again after a pause. A checkpoint that cannot be evaluated is skipped. `ConfigError` ends the process:
-    no checkpoint can be evaluated.
+    are listed again after a pause. A checkpoint that cannot be evaluated is skipped; the exit code says whether it was
+    the last one. `ConfigError` ends the process: no checkpoint can be evaluated.
     """
     from harness.analysis.evaluation.evaluator import TEMPORARY, NotExportedError, choose_due, evaluate_checkpoint
 
     for left in run.evaluations.glob(f"{TEMPORARY}*"):
         shutil.rmtree(left, ignore_errors=True)
-    given_up: set[str] = set()
+    tried, failed = set[str](), set[str]()
     while True:
         is_last = trainer is None or wait_for_trainer(0)
         if trainer is not None and os.getppid() != trainer:
             return EXIT_DONE
         try:
-            due = choose_due(run, cfg.eval, is_last=is_last, given_up=given_up)
+            due = choose_due(run, cfg.eval, is_last=is_last, given_up=tried)
+            is_over = is_last and due is None
+            missed = choose_due(run, cfg.eval, is_last=True, given_up=tried - failed) if is_over else None
         except OSError as error:
             if trainer is None:
                 raise
@@ -77,6 +79,7 @@ def evaluate_until_end(run: RunDir, cfg: Config, events: IO[str], *, trainer: in
             time.sleep(LIST_AGAIN_S)
             continue
         if due is not None:
+            tried.add(due.name)
             try:
                 for event in evaluate_checkpoint(run, due, cfg):
                     print(to_json(event), file=events, flush=True)
@@ -84,13 +87,14 @@ def evaluate_until_end(run: RunDir, cfg: Config, events: IO[str], *, trainer: in
             except ConfigError:
                 raise
             except NotExportedError as error:
+                failed.add(due.name)
                 log_with_time(f"{due.name}: not evaluated: {error}")
             except Exception as error:  # deleted meanwhile, a dataset that cannot be loaded, a failure of the library
+                failed.add(due.name)
                 traceback.print_exc()
                 log_with_time(f"{due.name}: not evaluated: {' '.join(str(error).split())[:300]}")
-            given_up.add(due.name)
-        elif is_last:
-            return EXIT_DONE
+        elif is_over:
+            return EXIT_DONE if missed is None else EXIT_CRASHED
         else:
             wait_for_trainer(POLL_S)
 

@@ -5,23 +5,27 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
+import shutil
 import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
 from harness.analysis.dashboard.page_data import page_data
 from harness.analysis.dashboard.story import Story
+from harness.analysis.evaluation import evaluator
 from harness.analysis.evaluation.__main__ import evaluate_until_end
 from harness.analysis.evaluation.byte_tokenizer import write_byte_tokenizer
 from harness.analysis.evaluation.evaluator import choose_due
 from harness.checkpoint import catalog, integrity
-from harness.checkpoint.catalog import Health
+from harness.checkpoint.catalog import Checkpoint, Health
 from harness.config import compose
-from harness.config.errors import EXIT_DONE
+from harness.config.errors import EXIT_CRASHED, EXIT_DONE
 from harness.config.schema import Config
 from harness.core import event_json
 from harness.core.event_json import from_json, to_json
@@ -159,17 +163,40 @@ def prepare(directory: Path) -> tuple[RunDir, Config]:
     return run, cfg
 
 
-def test_a_damaged_checkpoint_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_exit_code_says_whether_the_last_checkpoint_was_given_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run, cfg = prepare(tmp_path / "run")
+    assert evaluate_until_end(run, cfg, io.StringIO(), trainer=None) == EXIT_DONE, "there is none"
     name = save_damaged(run, 4)
-    assert evaluate_until_end(run, cfg, io.StringIO(), trainer=None) == EXIT_DONE
+    assert evaluate_until_end(run, cfg, io.StringIO(), trainer=None) == EXIT_CRASHED
     printed = capsys.readouterr().err
     assert f"{name}: not evaluated: " in printed
     assert "Traceback" not in printed
+    (run.evaluations / f"{name}.json").write_text("{}")
+    assert evaluate_until_end(run, cfg, io.StringIO(), trainer=None) == EXIT_DONE, "it was evaluated before"
+
+
+def test_a_checkpoint_that_was_given_up_and_is_gone_at_the_end_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, cfg = prepare(tmp_path / "run")
+    name = save_damaged(run, 4)
+    listed = evaluator.choose_due
+
+    def delete_after_trial(*arguments: Any, given_up: set[str], **options: Any) -> Checkpoint | None:
+        if given_up:
+            shutil.rmtree(run.checkpoints / name, ignore_errors=True)
+        return listed(*arguments, given_up=given_up, **options)
+
+    monkeypatch.setattr(evaluator, "choose_due", delete_after_trial)
+    assert evaluate_until_end(run, cfg, io.StringIO(), trainer=None) == EXIT_DONE
 
 
 @pytest.mark.full
-def test_evaluations_go_on_after_the_storage_and_a_checkpoint_failed(tmp_path: Path) -> None:
+def test_evaluations_go_on_after_the_storage_and_a_checkpoint_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The directory of the checkpoints is on a lost mount at first."""
     run, cfg = prepare(tmp_path / "run")
     run.checkpoints.symlink_to(tmp_path / "mount")
@@ -187,7 +214,10 @@ def test_evaluations_go_on_after_the_storage_and_a_checkpoint_failed(tmp_path: P
     (tmp_path / "mount").mkdir()
     wait_for(f"{save_damaged(run, 4)}: not evaluated: ")
     wait_for(f"{save_damaged(run, 8)}: not evaluated: ")
-    assert process.finish(300)
+    assert not process.finish(300)
+    warning, *others = capsys.readouterr().err.splitlines()
+    assert re.match(r"warning: the last checkpoint was not evaluated: .* step-00000008-gen-0: not evaluated: ", warning)
+    assert not others
 
 
 @pytest.mark.full
