@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any, Self, final
+from typing import Any, Self, final, get_type_hints
 
 from harness.core.events import StepRecord
 from harness.core.rundir import RunDir
@@ -99,17 +99,23 @@ class Beat:
     """Seconds for which rank 0 may wait at the end of the run. The processes of all ranks exist until then."""
 
 
+KINDS = get_type_hints(Beat)
+"""Type of each field."""
+
+
 def heartbeat_file(run: RunDir, rank: int) -> Path:
     return run.heartbeat / f"rank-{rank:05d}.json"
 
 
 def read(path: Path) -> Beat | None:
-    """Read one heartbeat file; None if it is missing or unreadable."""
+    """Read one heartbeat file; None if it is missing, unreadable or damaged."""
     try:
         values = json.loads(path.read_bytes())
-        return Beat(**(values | {"phase": Phase(values["phase"])}))
-    except (OSError, ValueError, TypeError, KeyError):
+        beat = Beat(**(values | {"phase": Phase(values["phase"])}))
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
+    fits = (isinstance(getattr(beat, name), int | float if kind is float else kind) for name, kind in KINDS.items())
+    return beat if all(fits) else None
 
 
 def read_all(run: RunDir) -> list[Beat]:

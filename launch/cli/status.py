@@ -19,12 +19,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+from types import NoneType
 from typing import Any, final
 
 from harness.checkpoint.listing import age_text
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, require
 from harness.core.events import ABOUT_SPEED, Finding
 from harness.core.rundir import RunDir
+from harness.core.stderr_lines import print_warning
 from harness.telemetry import heartbeat
 from harness.telemetry.event_log import tail
 from harness.telemetry.heartbeat import MOVING, Beat, RunStatus
@@ -45,6 +47,20 @@ RESTART_S = 120.0
 """How long a restart may take until the first heartbeat of its ranks; later the run counts as silent."""
 RECENT_ITERATIONS = 100
 RECENT_BYTES = 1 << 20
+
+FIELD_KINDS: dict[str, tuple[type, ...]] = {
+    "state": (str,),
+    "step": (int,),
+    "num_steps": (int,),
+    "iteration": (int,),
+    "loss": (int, float, str),
+    "eta_s": (int, float),
+    "exit_code": (int,),
+    "reason": (str,),
+    "world_size": (int,),
+    "time": (int, float),
+}
+"""Types of the fields of status.json; each may be null or missing."""
 
 DESCRIPTION = """\
 Show which ranks are alive, the progress of a run, and slow ranks. Reads only the run directory.
@@ -150,21 +166,35 @@ def read_run_status(run: RunDir, *, now: float) -> Status:
         loss=fields.get("loss"),
         eta_s=fields.get("eta_s"),
         exit_code=fields.get("exit_code"),
-        reason=fields.get("reason", ""),
+        reason=fields.get("reason") or "",
         ranks=[rank_status(rank, beats.get(rank), now=now) for rank in range(num_ranks)],
         slow=[] if iteration is None else recent_slow_findings(run, iteration),
         excluded=excluded_nodes(run, now=now),
-        is_restarting=fields.get("state") == RunStatus.restarting and now - fields.get("time", 0.0) < RESTART_S,
+        is_restarting=fields.get("state") == RunStatus.restarting and now - (fields.get("time") or 0.0) < RESTART_S,
     )
 
 
 def read_status(path: Path) -> dict[str, Any]:
-    """The contents of status.json; empty if it is missing or invalid."""
+    """The fields of status.json; empty if it is missing. A damaged file counts as missing, and a warning names it."""
     try:
         fields = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        problem = find_bad_field(fields)
+    except FileNotFoundError:
         return {}
-    return fields if isinstance(fields, dict) else {}
+    except (OSError, ValueError, RecursionError) as error:
+        problem = str(error)
+    if problem:
+        print_warning(f"{path} is left out, because it is damaged: {problem}")
+        return {}
+    return dict(fields)
+
+
+def find_bad_field(fields: Any) -> str:
+    """The first field that has another type than rank 0 writes, in one line; empty if none has."""
+    if not isinstance(fields, dict):
+        return "it is not a mapping"
+    bad = [name for name, kinds in FIELD_KINDS.items() if type(fields.get(name)) not in (*kinds, NoneType)]
+    return f"{bad[0]} is {fields[bad[0]]!r}" if bad else ""
 
 
 def rank_status(rank: int, beat: Beat | None, *, now: float) -> RankStatus:

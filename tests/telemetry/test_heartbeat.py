@@ -162,3 +162,17 @@ def test_the_time_to_the_end_is_the_given_one_or_that_of_equal_steps(
         first = own._writes + 2  # the write under way may have begun before
         wait_for_beat(run, lambda beat: beat.writes > first)
         assert json.loads(run.status.read_text())["eta_s"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "change", [{"rank": []}, {"world_size": None}, {"host": 3}, {"iteration": "9"}, {"time": {}}, {"exit_code": "0"}]
+)
+def test_a_heartbeat_with_a_wrong_type_counts_as_missing(run: RunDir, change: dict[str, object]) -> None:
+    with make_heartbeat(run):
+        wait_for_beat(run, lambda _: True)
+    path = heartbeat.heartbeat_file(run, 0)
+    fields = json.loads(path.read_text())
+    path.write_text(json.dumps(fields | {"time": round(fields["time"])}))
+    assert heartbeat.read(path) is not None, "a whole number of seconds is a number"
+    path.write_text(json.dumps(fields | change))
+    assert heartbeat.read(path) is None

@@ -17,6 +17,7 @@ from harness.config import compose
 from harness.config.errors import ConfigError
 from harness.core.rundir import RunDir
 from harness.telemetry.console import with_prefix
+from harness.telemetry.manifest_file import read_manifest
 
 Rows = list[tuple[str, str]]
 """Label and value."""
@@ -55,12 +56,11 @@ def config_tree(run: RunDir) -> dict[str, Any]:
 
 
 def manifest_tree(run: RunDir) -> dict[str, Any]:
-    """The manifest of a run; empty if it cannot be read."""
+    """The manifest of a run; empty if it cannot be read or is damaged."""
     try:
-        manifest = json.loads(run.manifest.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_manifest(run.manifest)
+    except (OSError, ConfigError):
         return {}
-    return manifest if isinstance(manifest, dict) else {}
 
 
 def latest_start(manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def hardware_rows(start: Mapping[str, Any]) -> Rows:
 
 def gpu_text(gpus: Sequence[Mapping[str, Any]]) -> str:
     """Each model of GPU once, with its number and memory."""
-    names = [f"{gpu.get('name')} ({with_prefix(gpu.get('memory_bytes', 0), 'B')})" for gpu in gpus]
+    names = [f"{gpu.get('name')} ({with_prefix(gpu.get('memory_bytes') or 0, 'B')})" for gpu in gpus]
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
 
 
@@ -178,7 +178,8 @@ def diff_text(start: Mapping[str, Any]) -> str:
     if not start.get("commit"):
         return ""
     diff, untracked = start.get("diff"), start.get("untracked") or []
-    changed = f"diff of {diff['size_bytes']:,} bytes (sha256 {diff['sha256'][:SHORT_COMMIT]})" if diff else ""
+    size, sha256 = value_at(diff, "size_bytes") or 0, value_at(diff, "sha256") or ""
+    changed = f"diff of {size:,} bytes (sha256 {sha256[:SHORT_COMMIT]})" if diff else ""
     files = f"{len(untracked)} untracked {'file' if len(untracked) == 1 else 'files'}" if untracked else ""
     return joined(changed, files) or "none"
 

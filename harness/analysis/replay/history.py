@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from harness.config.errors import ConfigError
+from harness.config.errors import ConfigError, require
 from harness.core.events import Action, ActionKind, CheckpointSaved, Finding, Outcome, RunStarted, StepRecord
 from harness.core.rundir import RunDir
 from harness.sentinel.policy.incident_log import INFORMATIVE
@@ -65,7 +65,10 @@ class History:
 
     def world_size(self, iteration: int) -> int:
         """Number of ranks at an iteration."""
-        return [size for first, size in self.worlds.items() if first <= iteration][-1]
+        sizes = [size for first, size in self.worlds.items() if first <= iteration]
+        message = f"has no run_started event before iteration {iteration}: the number of its ranks is not known"
+        require(bool(sizes), str(self.log), message)
+        return sizes[-1]
 
 
 def read(log: Path) -> History:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +15,7 @@ from harness.checkpoint.catalog import Health
 from harness.config.schema import Config
 from harness.core.events import StepRecord
 from harness.core.rundir import RunDir
+from harness.telemetry.manifest_file import read_manifest
 
 if TYPE_CHECKING:
     from harness.build import Parts
@@ -78,8 +78,8 @@ def can_reproduce(run: RunDir, cfg: Config) -> bool:
     """Whether a replay on as many ranks gives the same bits as the run."""
     if cfg.run.deterministic:
         return True
-    manifest = json.loads(run.manifest.read_text(encoding="utf-8")) if run.manifest.exists() else {}
-    return not cfg.parallel.compile and manifest.get("hardware", {}).get("device", "cpu") == "cpu"
+    hardware = read_manifest(run.manifest).get("hardware") or {}
+    return not cfg.parallel.compile and hardware.get("device", "cpu") == "cpu"
 
 
 def repeat_data_fault(run: Path, world_size: int, context: int, parts: Parts) -> None:

@@ -6,15 +6,17 @@ does not answer.
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
 
 from harness.config.compose import flat
+from harness.config.errors import ConfigError
 from harness.core.credentials import without_credentials
 from harness.core.event_json import read
 from harness.core.fast_imports import loading
 from harness.core.rundir import RunDir
+from harness.core.stderr_lines import log_with_time
+from harness.telemetry.manifest_file import read_manifest
 from harness.telemetry.sinks import parent_run
 from harness.telemetry.sinks.mlflow_progress import MlflowProgress, load_progress
 from harness.telemetry.sinks.sink import BadSinkError
@@ -98,14 +100,22 @@ def log_params(client: Any, run: RunDir, run_id: str | None, settings: dict[str,
     known = client.get_run(run_id).data.params
     params = [Param(key, value) for key, value in wanted.items() if key not in known]
     tags = [RunTag(f"changed.{key}", value) for key, value in wanted.items() if known.get(key, value) != value]
-    if run.manifest.exists():
-        manifest = json.loads(run.manifest.read_text(encoding="utf-8"))
-        commit = [manifest, *manifest["starts"]][-1]["commit"]
-        tags += [RunTag("commit", commit), RunTag("mlflow.source.git.commit", commit)] if commit else []
+    if commit := read_commit(run):
+        tags += [RunTag("commit", commit), RunTag("mlflow.source.git.commit", commit)]
     for first in range(0, len(params), PARAMS_PER_CALL):
         client.log_batch(run_id, params=params[first : first + PARAMS_PER_CALL])
     for first in range(0, len(tags), PARAMS_PER_CALL):
         client.log_batch(run_id, tags=tags[first : first + PARAMS_PER_CALL])
+
+
+def read_commit(run: RunDir) -> str:
+    """The commit of the newest start; empty if the manifest does not tell."""
+    try:
+        manifest = read_manifest(run.manifest)
+    except ConfigError as error:
+        log_with_time(str(error))
+        return ""
+    return str([manifest, *(manifest.get("starts") or [])][-1].get("commit") or "")
 
 
 def milliseconds(time_s: float) -> int:

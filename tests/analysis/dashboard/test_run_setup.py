@@ -101,3 +101,14 @@ def test_a_run_without_files_has_an_empty_setup(tmp_path: Path) -> None:
 
 def test_parameter_counts() -> None:
     assert [count_text(n) for n in (12, 31_904, 124_439_808, 7.24e9, 1e12)] == ["12", "31.9k", "124M", "7.24B", "1T"]
+
+
+def test_a_damaged_manifest_leaves_what_the_configuration_tells(tmp_path: Path) -> None:
+    write_setup(tmp_path)
+    run = RunDir(tmp_path)
+    manifest = json.loads(run.manifest.read_text())
+    for damage in ({"hardware": "H100"}, {"diff": [1]}, {"starts": 3}, {"versions": ["2.13"]}):
+        run.manifest.write_text(json.dumps(manifest | damage))
+        assert list(groups(run)) == ["Model", "Batch and precision", "Data"]
+    run.manifest.write_text(json.dumps(manifest | {"diff": {"sha256": None}}))
+    assert groups(run)["Code"]["uncommitted changes"].startswith("diff of 0 bytes")

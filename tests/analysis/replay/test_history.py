@@ -146,6 +146,12 @@ def test_path_follows_a_restart(read_log: ReadLog) -> None:
     assert iterations(again, 10, "at-8") == (None, [10])
 
 
+def test_a_log_without_a_start_is_named(read_log: ReadLog) -> None:
+    history = read_log([event for event in PLAIN if not isinstance(event, RunStarted)])
+    with pytest.raises(ConfigError, match=rf"^{history.log}: has no run_started event before iteration 7"):
+        history.world_size(7)
+
+
 def accept(after: int, level: float | None = 2.0) -> list[Event]:
     """The loss of new data is accepted after an iteration; its record arrived one iteration before."""
     chosen = replace(action(after - 1, after - 1, kind=ActionKind.accept), level=level, grad_level=0.5)

@@ -168,9 +168,21 @@ def test_json_output_and_truncated_files(run: RunDir, capsys: pytest.CaptureFixt
     assert status.main([str(run.path), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert [rank["life"] for rank in found["ranks"]] == ["fresh", "silent", "fresh"]
-    run.status.write_text("[]")
-    assert status.main([str(run.path)]) == 1
-    assert capsys.readouterr().out.splitlines()[0] == "runs/first: starting, 2 of 3 ranks alive"
+    for content, problem in (
+        ("[]", "it is not a mapping"),
+        ('{"step": ', "Expecting value"),
+        ("[" * 100_000, "recursion"),
+        ('{"step": "118", "num_steps": 2000}', "step is '118'"),
+        ('{"world_size": [3]}', "world_size is [3]"),
+        ('{"state": 5}', "state is 5"),
+    ):
+        run.status.write_text(content)
+        assert status.main([str(run.path)]) == 1
+        shown = capsys.readouterr()
+        assert shown.out.splitlines()[0] == "runs/first: starting, 2 of 3 ranks alive"
+        (line,) = shown.err.splitlines()
+        assert line.startswith(f"warning: {run.status} is left out, because it is damaged: ")
+        assert problem in line
 
 
 def test_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
