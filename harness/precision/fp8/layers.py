@@ -4,7 +4,9 @@ How: chosen `nn.Linear` are replaced by `Fp8Linear` with the same parameter befo
 share one table of meters and one switch. In a probed step the table gives sums that add up over ranks: underflows by
 layer group, the number of saturated tensors, and a histogram of scales.
 The recipe `delayed` derives scales from the amax history of the last applied steps. The history is in no checkpoint and
-no snapshot: after a restore, and after a time in bf16, the first steps compute scales from the tensors themselves.
+no snapshot: after a restore, and after a time in bf16, the first steps compute scales from the tensors themselves. The
+host counts these steps before it knows whether they were refused. If all of them were, the next scales follow from the
+last finite amax of those steps. A tensor that had none is quantized by scale 1 until a step has measured it.
 """
 
 from __future__ import annotations
@@ -65,6 +67,8 @@ class Fp8Layers:
     """The meters of all layers."""
     history: Tensor = field(default_factory=lambda: torch.zeros(0))
     """delayed only: amax of the last applied steps [history_steps, layers, roles]."""
+    last_amax: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """delayed only: the last finite amax [layers, roles], also of refused steps; used where the history is 0."""
     delayed_scales: Tensor = field(default_factory=lambda: torch.zeros(0))
     """delayed only: the scales that follow from the history."""
     primed_steps: int = PRIMED_STEPS
@@ -94,6 +98,7 @@ class Fp8Layers:
         self.table = torch.zeros(count, *METER, device=device)
         self.delayed_scales = torch.ones(count, len(TensorRole) + 1, device=device)[:, :-1]  # aligned like meters
         self.history = torch.zeros(self.history_steps, count, len(TensorRole), device=device)
+        self.last_amax = torch.zeros(count, len(TensorRole), device=device)
         for number, layer in enumerate(self.layers):
             layer.meter, layer.delayed_scales = self.table[number], self.delayed_scales[number]
         self.reset_scale_history()
@@ -107,6 +112,7 @@ class Fp8Layers:
     def reset_scale_history(self) -> None:
         """Drop the amax history, which belongs to other weights, and prime the next steps."""
         self.history.zero_()
+        self.last_amax.zero_()
         self.primed_steps = PRIMED_STEPS
 
     def probing(self, probe: bool) -> AbstractContextManager[None]:
@@ -115,14 +121,17 @@ class Fp8Layers:
 
     @torch.no_grad()
     def update_scale_history(self, refused: Tensor) -> None:
-        """After a step: push its amax into the history and compute the next scales; a refused step changes nothing."""
+        """After a step: push its amax into the history and compute the next scales. A refused step does not enter the
+        history, and changes a scale only where the history is 0."""
         if not (self.is_delayed and self.in_fp8):
             return
         amax = self.table[..., Column.amax]
         amax[:, TensorRole.activations] = amax[self.input_owner_index, TensorRole.activations]
-        newest = torch.where(amax.isfinite(), amax, 0.0)[None]
-        self.history.copy_(torch.where(refused > 0, self.history, torch.cat([newest, self.history[:-1]])))
-        self.delayed_scales.copy_(compute_scale(self.history.amax(dim=0), self.limits))
+        newest = torch.where(amax.isfinite(), amax, 0.0)
+        self.history.copy_(torch.where(refused > 0, self.history, torch.cat([newest[None], self.history[:-1]])))
+        self.last_amax.copy_(torch.where(newest > 0, newest, self.last_amax))
+        known = self.history.amax(dim=0)
+        self.delayed_scales.copy_(compute_scale(torch.where(known > 0, known, self.last_amax), self.limits))
         self.table.zero_()
         self.primed_steps = max(0, self.primed_steps - 1)
 

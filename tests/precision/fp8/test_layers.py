@@ -242,6 +242,29 @@ def test_a_refused_step_does_not_change_the_history() -> None:
     assert not fp8_layers.table[..., : Column.last_scale].any()
 
 
+@pytest.mark.parametrize("num_bad", [0, PRIMED_STEPS - 1])
+def test_the_first_applied_step_has_gradients_if_all_primed_steps_were_refused(num_bad: int) -> None:
+    """They are far below the range of scale 1, and not all refused steps had a finite amax."""
+    fp8_layers = make("delayed", history_steps=3)
+    fp8_layers.reset_scale_history()
+    gradient = matrix() * 2.0**-30
+    for number in range(PRIMED_STEPS):
+        is_bad = number >= PRIMED_STEPS - num_bad
+        forward_backward(fp8_layers, matrix(), gradient * torch.nan if is_bad else gradient, probe=False)
+        fp8_layers.update_scale_history(REFUSED)
+    assert not fp8_layers.history.any()
+    weight = fp8_layers.layers[0].weight
+    for _ in range(2):
+        fp8_layers.layers[0].zero_grad()
+        forward_backward(fp8_layers, matrix(), gradient, probe=False)
+        assert weight.grad is not None
+        assert set(weight.grad.flatten().tolist()) == {SIDE * 2.0**-30}
+        fp8_layers.update_scale_history(APPLIED)
+    fp8_layers.reset_scale_history()
+    fp8_layers.update_scale_history(REFUSED)
+    assert set(fp8_layers.delayed_scales.flatten().tolist()) == {1.0}, "amax of other weights is forgotten"
+
+
 def test_layers_with_the_same_input_have_the_same_activation_scale() -> None:
     cfg = load(["model=tiny", "precision=fp8_emulated", "precision.fp8.recipe=delayed", "model.num_layers=2"])
     with torch.device("meta"):
