@@ -28,7 +28,7 @@ from harness.config.precision import PrecisionConfig, PrecisionKind
 from harness.config.schema import Config
 from harness.core.credentials import without_credentials
 from harness.core.rundir import RunDir, write_atomically
-from harness.telemetry.manifest_file import read_manifest
+from harness.telemetry.manifest_file import read_run_manifest
 from harness.telemetry.provenance import code
 
 PACKAGES = {
@@ -89,7 +89,7 @@ def dtypes(cfg: PrecisionConfig) -> dict[str, Any]:
 
 def write_manifest(run: RunDir, manifest: dict[str, Any]) -> None:
     """Write the first start, or append this start to it. A damaged manifest is a `ConfigError`."""
-    first = read_manifest(run.manifest)
+    first = read_run_manifest(run.manifest)
     later = [*(first.get("starts") or []), manifest] if first else []
     write_atomically(run.manifest, json.dumps((first or manifest) | {"starts": later}, indent=2) + "\n")
 

@@ -25,7 +25,7 @@ START: dict[str, Any] = {
 MANIFEST = START | {"starts": [START]}
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def read_run_manifest(path: Path) -> dict[str, Any]:
     """The first start, with the later ones in `starts`; empty if there is no file. A damaged file is a `ConfigError`
     that names it."""
     try:

@@ -15,7 +15,7 @@ from harness.config.errors import ConfigError
 from harness.config.schema import Config
 from harness.core.rundir import RunDir
 from harness.telemetry.manifest import build_manifest, write_manifest
-from harness.telemetry.manifest_file import read_manifest
+from harness.telemetry.manifest_file import read_run_manifest
 from harness.telemetry.sinks.mlflow_run import read_commit
 
 MakeRun = Callable[..., tuple[RunDir, Config]]
@@ -46,7 +46,7 @@ def test_a_damaged_manifest_is_named_and_kept(make_run: MakeRun, content: bytes,
     run.manifest.write_bytes(content)
     line = rf"^{run.manifest}: is damaged: .*{problem}.*; repair it, or move it away$"
     for read in (
-        lambda: read_manifest(run.manifest),
+        lambda: read_run_manifest(run.manifest),
         lambda: write_manifest(run, {"commit": "abc"}),
         lambda: can_reproduce(run, cfg),
     ):
@@ -59,16 +59,16 @@ def test_a_damaged_manifest_is_named_and_kept(make_run: MakeRun, content: bytes,
 
 def test_what_a_start_writes_is_read(make_run: MakeRun) -> None:
     run, cfg = make_run()
-    assert read_manifest(run.manifest) == {}
+    assert read_run_manifest(run.manifest) == {}
     facts: dict[str, Any] = {"world_size": 2, "corpus_fingerprint": "f00d", "num_parameters": 1234}
     written = build_manifest(cfg, device=torch.device("cpu"), **facts)
     for _ in range(2):
         write_manifest(run, written)
-    assert read_manifest(run.manifest) == json.loads(run.manifest.read_text())
+    assert read_run_manifest(run.manifest) == json.loads(run.manifest.read_text())
     assert read_commit(run) == (written["commit"] or "")
 
 
 @pytest.mark.parametrize("content", ["{}", '{"hardware": null, "diff": null, "starts": null, "untracked": []}'])
 def test_keys_may_be_missing_or_null(tmp_path: Path, content: str) -> None:
     (tmp_path / "manifest.json").write_text(content)
-    assert read_manifest(tmp_path / "manifest.json") == json.loads(content)
+    assert read_run_manifest(tmp_path / "manifest.json") == json.loads(content)

@@ -17,7 +17,7 @@ from harness.config import compose
 from harness.config.errors import ConfigError
 from harness.core.rundir import RunDir
 from harness.telemetry.console import with_prefix
-from harness.telemetry.manifest_file import read_manifest
+from harness.telemetry.manifest_file import read_run_manifest
 
 Rows = list[tuple[str, str]]
 """Label and value."""
@@ -58,7 +58,7 @@ def config_tree(run: RunDir) -> dict[str, Any]:
 def manifest_tree(run: RunDir) -> dict[str, Any]:
     """The manifest of a run; empty if it cannot be read or is damaged."""
     try:
-        return read_manifest(run.manifest)
+        return read_run_manifest(run.manifest)
     except (OSError, ConfigError):
         return {}
 

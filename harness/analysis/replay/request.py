@@ -15,7 +15,7 @@ from harness.checkpoint.catalog import Health
 from harness.config.schema import Config
 from harness.core.events import StepRecord
 from harness.core.rundir import RunDir
-from harness.telemetry.manifest_file import read_manifest
+from harness.telemetry.manifest_file import read_run_manifest
 
 if TYPE_CHECKING:
     from harness.build import Parts
@@ -78,7 +78,7 @@ def can_reproduce(run: RunDir, cfg: Config) -> bool:
     """Whether a replay on as many ranks gives the same bits as the run."""
     if cfg.run.deterministic:
         return True
-    hardware = read_manifest(run.manifest).get("hardware") or {}
+    hardware = read_run_manifest(run.manifest).get("hardware") or {}
     return not cfg.parallel.compile and hardware.get("device", "cpu") == "cpu"
 
 

@@ -16,7 +16,7 @@ from harness.core.event_json import read
 from harness.core.fast_imports import loading
 from harness.core.rundir import RunDir
 from harness.core.stderr_lines import log_with_time
-from harness.telemetry.manifest_file import read_manifest
+from harness.telemetry.manifest_file import read_run_manifest
 from harness.telemetry.sinks import parent_run
 from harness.telemetry.sinks.mlflow_progress import MlflowProgress, load_progress
 from harness.telemetry.sinks.sink import BadSinkError
@@ -111,7 +111,7 @@ def log_params(client: Any, run: RunDir, run_id: str | None, settings: dict[str,
 def read_commit(run: RunDir) -> str:
     """The commit of the newest start; empty if the manifest does not tell."""
     try:
-        manifest = read_manifest(run.manifest)
+        manifest = read_run_manifest(run.manifest)
     except ConfigError as error:
         log_with_time(str(error))
         return ""
