@@ -22,6 +22,7 @@ from harness.control import stop_requests
 from harness.core.locking.run_lease import naming_full_disk
 from harness.core.rundir import RunDir, locate, write_atomically
 from harness.telemetry.event_log import prepare_run
+from launch.optimizer_state import require_optimizer_state
 from launch.slurm import code_snapshot
 from launch.slurm.controller import queue_state
 
@@ -47,6 +48,7 @@ def code_root(run: RunDir) -> Path:
 
 def prepare_job_run(cfg: Config) -> RunDir:
     """Create a run directory, or accept a changed config; clears an earlier stop request."""
+    require_optimizer_state(cfg, locate(cfg))
     with naming_full_disk(locate(cfg).path):
         run = prepare_run(cfg)
         stop_requests.clear_stop_file(run)

@@ -10,10 +10,15 @@ from pathlib import Path
 import pytest
 
 from harness.config.compose import read
+from harness.config.errors import ConfigError
 from harness.control.inbox import interventions
 from harness.core import event_json, rundir
 from harness.core.events import CheckpointSaved, RunEnded, RunStarted, StepRecord
 from harness.telemetry.event_log import prepare_run
+from launch.k8s.pod import prepare_node
+from launch.local.node_group import SINGLE_NODE
+from launch.slurm.job_directory import prepare_job_run
+from launch.sweeps.jobs import ComposedJob, name_jobs
 from tests.distributed import cases
 from tests.distributed.pool import Pool
 from tests.forks import Launched
@@ -80,9 +85,10 @@ def test_the_window_after_another_batch_size_survives_a_restart(
 
 
 def test_a_start_that_is_rejected_after_the_run_was_opened_changes_nothing(ranks: Pool, tmp_path: Path) -> None:
-    """The checkpoint tells: AdamW cannot continue with the state of Muon."""
-    overrides = ("run.name=a", "model.num_layers=1", "train.num_steps=2", "optim.warmup_steps=1")
-    run = rundir.RunDir(tmp_path / "a")
+    """The checkpoint tells: AdamW cannot continue with the state of Muon. A launcher that writes the config before the
+    ranks load the checkpoint says so itself."""
+    overrides = ("run.name=job-0", "model.num_layers=1", "train.num_steps=2", "optim.warmup_steps=1")
+    run = rundir.RunDir(tmp_path / "job-0")
 
     def start(*more: str) -> cases.StartResult:
         first, second = ranks.run(2, cases.start_run, str(tmp_path), *overrides, *more)
@@ -95,6 +101,15 @@ def test_a_start_that_is_rejected_after_the_run_was_opened_changes_nothing(ranks
     rejected = start("optim=adamw", "train.batch_size=16", "run.resume=changed")
     assert rejected.code == 2
     assert "has no state that AdamW could continue with" in rejected.problem
+    assert [path.read_bytes() for path in files] == before
+    assert not run.interventions.exists()
+    changed = [*overrides, "optim=adamw", "run.resume=changed", "launch.nproc=1"]
+    for prepare in (prepare_job_run, lambda cfg: prepare_node(cfg, SINGLE_NODE)):
+        with pytest.raises(ConfigError, match=r"^optim\.kind: .*step-00000002-gen-0 is a checkpoint of Muon"):
+            prepare(cases.tiny(*changed, directory=str(tmp_path)))
+    composed = ComposedJob(sweep=tmp_path, overrides={}, cfg=cases.tiny(*changed, directory=str(tmp_path)))
+    ((job, _),) = name_jobs(tmp_path, [composed])
+    assert job.problem.startswith("optim.kind: ")
     assert [path.read_bytes() for path in files] == before
     assert not run.interventions.exists()
     assert start("optim=muon").code == 0
