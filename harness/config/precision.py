@@ -9,6 +9,8 @@ from harness.config.errors import require
 
 FP8_SIDE = 16
 """Every dimension of an fp8 GEMM is a multiple of this."""
+LOSS_SCALES = (2.0**-126, 2.0**127)
+"""Range of the loss scale, an fp32 number on the device: beyond it, it would be 0 or infinite for good."""
 
 
 class PrecisionKind(StrEnum):
@@ -95,7 +97,9 @@ class PrecisionConfig:
 
     def __post_init__(self) -> None:
         scale, interval = self.initial_loss_scale, self.loss_scale_growth_interval
-        require(scale > 0, "precision.initial_loss_scale", f"must be positive, got {scale}")
+        least, most = LOSS_SCALES
+        message = f"must be from {least:.3g} to {most:.3g}, because the device holds it in fp32, got {scale}"
+        require(least <= scale <= most, "precision.initial_loss_scale", message)
         require(interval >= 1, "precision.loss_scale_growth_interval", f"must be at least 1, got {interval}")
         message = f"must be empty with precision={self.kind}: only a run in fp8 changes its precision"
         require(not self.phases or self.kind is PrecisionKind.fp8, "precision.phases", message)
