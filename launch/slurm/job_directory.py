@@ -2,7 +2,8 @@
 
 `python -m launch.slurm.job_directory [overrides]` does so inside a job that was submitted with a plain `sbatch
 slurm/train.sbatch`, and prints the run directory and the directory of its code. A job that restarts finds both
-unchanged. An error is one line on stderr and exit code 2, or 75 if the storage failed.
+unchanged. An error is one line on stderr and exit code 2. If the storage failed, there is no record of the job that
+could limit its requeues: the number of its starts does. The exit code is 75 if it may be requeued, else 1.
 """
 
 from __future__ import annotations
@@ -13,14 +14,23 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import final
+from typing import TextIO, cast, final
 
 from harness.config import compose
-from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError, require
+from harness.config.errors import (
+    EXIT_BAD_CONFIG,
+    EXIT_CRASHED,
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    ConfigError,
+    StorageError,
+    require,
+)
 from harness.config.schema import Config
 from harness.control import stop_requests
 from harness.core.locking.run_lease import naming_full_disk
 from harness.core.rundir import RunDir, locate, write_atomically
+from harness.core.safe_stream import SafeStream
 from harness.telemetry.event_log import prepare_run
 from launch.optimizer_state import require_optimizer_state
 from launch.slurm import code_snapshot
@@ -108,16 +118,25 @@ def job_id(environment: Mapping[str, str]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prepare the run of this job; returns the exit code."""
-    num_nodes = int(os.environ["SLURM_JOB_NUM_NODES"])
+    num_nodes, job = int(os.environ["SLURM_JOB_NUM_NODES"]), job_id(os.environ)
+    most = 0
     try:
         cfg = compose.load(sys.argv[1:] if argv is None else argv)
-        run, code = prepare_in_job(cfg, job_id(os.environ), num_nodes)
-    except (ConfigError, StorageError) as error:
+        most = cfg.launch.slurm.max_requeues
+        run, code = prepare_in_job(cfg, job, num_nodes)
+    except ConfigError as error:
         print(f"harness: {error}", file=sys.stderr)
-        return EXIT_INTERRUPTED if isinstance(error, StorageError) else EXIT_BAD_CONFIG
+        return EXIT_BAD_CONFIG
+    except StorageError as error:
+        requeues = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        decision = "is requeued" if requeues < most else "ends"
+        limit = f"requeued {requeues} times, launch.slurm.max_requeues={most}"
+        print(f"harness: {error}\nharness: job {job} {decision}: {limit}", file=sys.stderr)
+        return EXIT_INTERRUPTED if requeues < most else EXIT_CRASHED
     print(f"{run}\n{code}")
     return EXIT_DONE
 
 
 if __name__ == "__main__":
+    sys.stderr = cast(TextIO, SafeStream(sys.stderr))  # the log of the job may be on a full disk
     sys.exit(main())

@@ -377,6 +377,34 @@ def test_a_full_disk_requeues_the_job_within_its_limits(tmp_path: Path, fake_slu
 
 
 @pytest.mark.skipif(not may_mount(), reason="needs the right to mount")
+def test_a_full_disk_at_the_first_start_requeues_a_plain_job_within_its_limits(tmp_path: Path) -> None:
+    """There is no run directory yet, and the log of the job has no room either."""
+    with small_disk(tmp_path / "disk") as disk:
+        log = (disk / "slurm-7.log").open("ab", buffering=0)
+        fill(disk)
+        codes = [
+            subprocess.run(
+                [
+                    sys.executable,
+                    "-m",
+                    "launch.slurm.job_directory",
+                    f"run.dir={disk}/runs",
+                    "launch.slurm.max_requeues=4",
+                ],
+                cwd=ROOT,
+                env=os.environ
+                | {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_RESTART_COUNT": str(restarts)},
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                check=False,
+            ).returncode
+            for restarts in (0, 3, 4)
+        ]
+        log.close()
+        assert codes == [75, 75, 1]
+
+
+@pytest.mark.skipif(not may_mount(), reason="needs the right to mount")
 def test_a_record_that_cannot_be_written_is_a_warning(
     tmp_path: Path, fake_slurm_bin: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

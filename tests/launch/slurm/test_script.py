@@ -21,6 +21,7 @@ case "$2 $3" in
     "launch.slurm.requeue end") cp "$7" "$CALLS.complaints" 2> /dev/null; printf %s "${UPDATE:-}"; exit "${END:-1}" ;;
     launch.slurm.job_directory*)
         [[ -z ${EDITED:-} ]] || exit 2
+        [[ -z ${PREPARED:-} ]] || exit "$PREPARED"
         printf '%s\\n%s\\n' "$HARNESS_CODE/../run" "$HARNESS_CODE" ;;
     launch.slurm.node_health*) echo "harness: health: node n1: broken" >&2; exit "${HEALTH:-0}" ;;
     launch.local.node*)
@@ -180,6 +181,15 @@ def test_a_plain_job_needs_its_checkout_only_once(script: Script) -> None:
     assert script(**plain).exit_code == 2, "another job had this number"
     assert script(**plain | {"EDITED": ""}, BEGIN="2").exit_code == 2
     assert not kept.exists(), "it is removed if another start is alive, too"
+
+
+@pytest.mark.parametrize("code", [1, 2, 75])
+def test_a_plain_job_without_storage_for_its_run_is_requeued(script: Script, code: int) -> None:
+    result = script(HARNESS_RUN="", PREPARED=str(code))
+    assert result.exit_code == code
+    requeue = ["scontrol requeue 7"] if code == 75 else []
+    assert result.calls == ["python -m launch.slurm.job_directory", *requeue]
+    assert not (script.path / "slurm-7.run").exists(), "the next start prepares the run"
 
 
 def test_a_job_that_cannot_claim_the_run_does_not_touch_it(script: Script) -> None:
