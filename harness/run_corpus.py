@@ -130,10 +130,9 @@ def plan_data(cfg: Config) -> RunData:
         progress = progress_of(run)
         if progress.furthest == 0:  # no checkpoint: the run starts again, so nothing was seen yet
             return RunData(now, changes)
-    refuse_fixed(settings, recorded, now)
-    refuse_other_sequence(cfg, run)
+    refuse_other_windows(cfg, run, settings, progress)
+    refuse_other_text(recorded, now)
     refuse_broken(compared)
-    refuse_other_order(cfg, run, settings, before_batch=max(progress.resumes_at, progress.excluded))
     kept = {name: recorded.sources.get(name, source) for name, source in now.sources.items()}
     kept |= {name: replace(kept[name], files=each.files[: -each.num_added or None]) for name, each in compared.items()}
     record = DataRecord(sizes=admit_sizes(cfg, settings, recorded, progress), sources=kept)
@@ -141,6 +140,14 @@ def plan_data(cfg: Config) -> RunData:
         if each.num_added:
             record = add_files(cfg, run, record, name, each, from_batch=progress.furthest)
     return RunData(record, changes)
+
+
+def require_same_windows(cfg: Config, run: RunDir) -> None:
+    """Reject what `plan_data` rejects by the config and the run directory alone. For a launcher that accepts a changed
+    config before the ranks compare it, on a machine that need not have the corpus."""
+    progress = progress_of(run)
+    if progress.furthest and read_record(run.corpus) is not None:
+        refuse_other_windows(cfg, run, rundir.differences(cfg, run), progress)
 
 
 def require_enough_rows(cfg: Config, record: DataRecord, *, num_data_ranks: int) -> None:
@@ -219,12 +226,23 @@ def refuse_broken(compared: dict[str, CorpusDiff]) -> None:
         require(not each.broken, key_of(name), f"{message}; {UNDO}")
 
 
-def refuse_fixed(settings: dict[str, tuple[Any, Any]], recorded: DataRecord, now: DataRecord) -> None:
+def refuse_other_windows(cfg: Config, run: RunDir, settings: dict[str, tuple[Any, Any]], progress: Progress) -> None:
+    """Reject changes of the config with which other samples would lie in the batches that were seen or held out."""
+    refuse_fixed(settings)
+    refuse_other_sequence(cfg, run)
+    refuse_other_order(cfg, run, settings, before_batch=max(progress.resumes_at, progress.excluded))
+
+
+def refuse_fixed(settings: dict[str, tuple[Any, Any]]) -> None:
     """Reject changed config keys that decide which windows exist and which are held out."""
     for key, (then, value) in settings.items():
         is_of_source = key.startswith("data.sources.") and key.endswith(FIXED_IN_SOURCES)
         is_fixed = (key in FIXED or is_of_source) and then is not None and value is not None
         require(not is_fixed, key, f"must stay {then} in this run, got {value}: {WOULD_CHANGE}; keep it, {NEW_RUN}")
+
+
+def refuse_other_text(recorded: DataRecord, now: DataRecord) -> None:
+    """Reject an embedded text that is not that of the first start."""
     for name, source in now.sources.items():
         then_text = recorded.sources[name].text if name in recorded.sources else source.text
         message = f"the embedded text comes with Python and differs from that of the first start: {WOULD_CHANGE}"

@@ -33,11 +33,11 @@ from harness.config.schema import Config
 from harness.core.locking.run_lease import naming_full_disk, require_free
 from harness.core.rundir import RunDir, locate
 from harness.telemetry.event_log import prepare_run
+from launch.changed_config import require_fitting
 from launch.cli.parser import CommandParser
 from launch.local import node
 from launch.local.node_address import RendezvousError
 from launch.local.node_group import RendezvousSpec
-from launch.optimizer_state import require_optimizer_state
 from launch.slurm.code_snapshot import slurm_dir
 
 INDEX = "JOB_COMPLETION_INDEX"
@@ -97,7 +97,7 @@ def prepare_node(cfg: Config, spec: RendezvousSpec) -> None:
     run, within_s = locate(cfg), cfg.launch.start_within_s
     if spec.node_rank == 0:
         require_free(run.path, wait=True)
-        require_optimizer_state(cfg, run)
+        require_fitting(cfg, run)
         with naming_full_disk(run.path):
             prepare_run(cfg)
         wait_until(lambda: resolves(spec.host), within_s, f"no address for {spec.host}, the name of this pod")

@@ -32,7 +32,7 @@ from harness.core.locking.run_lease import naming_full_disk
 from harness.core.rundir import RunDir, locate, write_atomically
 from harness.core.safe_stream import SafeStream
 from harness.telemetry.event_log import prepare_run
-from launch.optimizer_state import require_optimizer_state
+from launch.changed_config import require_fitting
 from launch.slurm import code_snapshot
 from launch.slurm.controller import queue_state
 
@@ -58,7 +58,7 @@ def code_root(run: RunDir) -> Path:
 
 def prepare_job_run(cfg: Config) -> RunDir:
     """Create a run directory, or accept a changed config; clears an earlier stop request."""
-    require_optimizer_state(cfg, locate(cfg))
+    require_fitting(cfg, locate(cfg))
     with naming_full_disk(locate(cfg).path):
         run = prepare_run(cfg)
         stop_requests.clear_stop_file(run)

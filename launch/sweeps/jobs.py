@@ -17,7 +17,7 @@ from harness.config.schema import Config, check_world
 from harness.core.events import RunEnded
 from harness.core.rundir import RunDir, check_resume, locate
 from harness.telemetry.event_log import tail
-from launch.optimizer_state import require_optimizer_state
+from launch.changed_config import require_fitting
 from launch.sweeps import scheduler
 
 LONGEST_NAME = 150
@@ -62,7 +62,7 @@ def name_jobs(directory: Path, composed: Sequence[ComposedJob]) -> list[tuple[Jo
             try:
                 assign_directory(cfg, directory, name)
                 check_resume(cfg, locate(cfg))
-                require_optimizer_state(cfg, locate(cfg))
+                require_fitting(cfg, locate(cfg))
                 check_launch(cfg, gpus)
             except ConfigError as error:
                 problem, cfg = str(error), None

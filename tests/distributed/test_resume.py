@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -103,13 +104,18 @@ def test_a_start_that_is_rejected_after_the_run_was_opened_changes_nothing(ranks
     assert "has no state that AdamW could continue with" in rejected.problem
     assert [path.read_bytes() for path in files] == before
     assert not run.interventions.exists()
-    changed = [*overrides, "optim=adamw", "run.resume=changed", "launch.nproc=1"]
-    for prepare in (prepare_job_run, lambda cfg: prepare_node(cfg, SINGLE_NODE)):
-        with pytest.raises(ConfigError, match=r"^optim\.kind: .*step-00000002-gen-0 is a checkpoint of Muon"):
-            prepare(cases.tiny(*changed, directory=str(tmp_path)))
-    composed = ComposedJob(sweep=tmp_path, overrides={}, cfg=cases.tiny(*changed, directory=str(tmp_path)))
-    ((job, _),) = name_jobs(tmp_path, [composed])
-    assert job.problem.startswith("optim.kind: ")
+    unfitting = {
+        ("optim=adamw",): r"optim\.kind: .*step-00000002-gen-0 is a checkpoint of Muon",
+        ("optim=muon", "run.seed=7"): r"run\.seed: must stay 0 in this run, got 7",
+    }
+    for other, problem in unfitting.items():
+        changed = [*overrides, *other, "run.resume=changed", "launch.nproc=1"]
+        for prepare in (prepare_job_run, lambda cfg: prepare_node(cfg, SINGLE_NODE)):
+            with pytest.raises(ConfigError, match=f"^{problem}"):
+                prepare(cases.tiny(*changed, directory=str(tmp_path)))
+        composed = ComposedJob(sweep=tmp_path, overrides={}, cfg=cases.tiny(*changed, directory=str(tmp_path)))
+        ((job, _),) = name_jobs(tmp_path, [composed])
+        assert re.match(problem, job.problem)
     assert [path.read_bytes() for path in files] == before
     assert not run.interventions.exists()
     assert start("optim=muon").code == 0
