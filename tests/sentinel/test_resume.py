@@ -250,6 +250,19 @@ def test_a_learning_rate_that_was_changed_on_purpose_is_no_jump(restores: bool) 
     assert skip.kind is ActionKind.skip
 
 
+@pytest.mark.parametrize(("lr", "kinds"), [(8e-4, []), (1e-3, ["lr_jump"])])
+def test_a_resume_that_raises_the_learning_rate_far_is_a_jump(lr: float, kinds: list[str]) -> None:
+    """As one with more steps does at the end of a cosine schedule."""
+    first = Sentinel.start(CFG)
+    for iteration in range(1, 101):
+        assert iterate_at(first, iteration, 3e-4) is None
+    again = Sentinel.start(CFG)
+    again.schedule_changed_at = 100
+    again.resume(as_stored(first), (), iteration=100)
+    findings, _ = again.process_record(replace(healthy(101), lr=lr))
+    assert [found.kind for found in findings] == kinds
+
+
 def test_a_jump_is_found_in_a_state_from_after_the_change_of_the_schedule() -> None:
     first = Sentinel.start(CFG)
     for iteration in range(1, 101):

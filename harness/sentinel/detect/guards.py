@@ -22,6 +22,9 @@ SETTLED_STEPS = 100
 JUMP_OF_PEAK, JUMP_OF_VALUE, EXPECTED_ROWS = 0.1, 0.2, 50
 """An lr change is a jump above these shares of the peak lr and of the lr itself; rows for which a change is
 expected."""
+MOST_EXPECTED_RISE = 3.0
+"""A change on purpose that multiplies the rate by more than this within one record is a jump all the same: after more
+steps were added at the end of a schedule, for example."""
 LEAST_ROWS = 20
 """Rows before a learning rate can be a jump: logs round the small ones of the warm-up."""
 NUM_FINGERPRINTS = 512
@@ -144,7 +147,7 @@ class RateGuard:
     count: int = 0
     peak: float = 0.0
     expected: int = 0
-    """Rows left in which a change is expected."""
+    """Rows left in which a change is expected, unless the rate rises by more than `MOST_EXPECTED_RISE`."""
     rising: bool = False
 
     def observe(self, record: ReducedRecord) -> list[Finding]:
@@ -154,7 +157,7 @@ class RateGuard:
         if slope is not None and self.slope is not None and self.count >= LEAST_ROWS:
             off_line = min(abs(change - self.slope * steps), abs(change))
             if off_line > JUMP_OF_PEAK * self.peak and off_line > JUMP_OF_VALUE * max(rate, self.rate):
-                if self.expected == 0:
+                if self.expected == 0 or rate > MOST_EXPECTED_RISE * self.rate:
                     message = f"learning rate jumped from {self.rate:.3g} to {rate:.3g} within one record"
                     found = [make_finding(FindingKind.lr_jump, record, rate, self.rate, message)]
                 slope = None
