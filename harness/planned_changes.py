@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
-from harness.config.optim import ScheduleKind
+from harness.config.optim import SCHEDULE_KEYS, ScheduleKind
 from harness.config.schema import Config
 from harness.core.events import ChangePlanned, Event, Intervention
 from harness.core.state import RunState
@@ -82,22 +82,9 @@ def newest_data_change(interventions: Sequence[Intervention], logged: Iterable[E
     return None
 
 
-SCHEDULE_KEYS = frozenset(
-    {
-        "optim.lr",
-        "optim.schedule",
-        "optim.warmup_steps",
-        "optim.decay_steps",
-        "optim.min_lr_fraction",
-        "train.num_steps",
-    }
-)
-"""Config keys that the learning rate of a step depends on."""
-
-
 def newest_schedule_change(interventions: Iterable[Intervention]) -> int:
     """The iteration after which the newest resume with another learning-rate schedule began; -1: there was none."""
-    changed = (event.iteration for event in interventions if not SCHEDULE_KEYS.isdisjoint(event.changes))
+    changed = (event.iteration for event in interventions if any(key in event.changes for key in SCHEDULE_KEYS))
     return max(changed, default=-1)
 
 

@@ -9,6 +9,9 @@ from harness.config.errors import require
 
 MAX_ITERATIONS = 20
 """More Newton-Schulz iterations change nothing."""
+SCHEDULE_KEYS = ("optim.lr", "train.num_steps", "optim.schedule", "optim.warmup_steps", "optim.decay_steps",
+                 "optim.min_lr_fraction")  # fmt: skip
+"""Config keys that the learning rate of a step depends on, those first that a person means by it."""
 
 
 class OptimizerKind(StrEnum):

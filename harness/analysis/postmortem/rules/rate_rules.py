@@ -18,6 +18,7 @@ from harness.analysis.postmortem.measures import Measures
 from harness.analysis.postmortem.rules.causes import Cause, Panel, Reason, RuleResult, leave_unexamined, rate_cause
 from harness.config.errors import ConfigError
 from harness.config.model import ModelConfig
+from harness.config.optim import SCHEDULE_KEYS
 from harness.core.events import FindingKind, Intervention, PrecursorSignal
 from harness.model.size import num_parameters
 
@@ -29,8 +30,6 @@ RAISED = 3.0
 """A resume that raises the rate by this factor is blamed for what follows."""
 FAR_ABOVE = 10.0
 """A rate this many times above the upper end of its usual range explains every other sign."""
-RATE_KEYS = ("optim.lr", "train.num_steps", "optim.schedule", "optim.warmup_steps", "optim.decay_steps",
-             "optim.min_lr_fraction")  # fmt: skip
 TREND_RECORDS, GRAD_TREND = 40, 1.5
 """Records before the onset in which a trend is looked for, and the growth of the gradient norm that counts as one."""
 
@@ -80,7 +79,7 @@ def find_rate_change(evidence: Evidence) -> RateChange | None:
         factor = max(after[:TREND_RECORDS], key=lambda rate: abs(math.log(rate / before[-1]))) / before[-1]
         if max(factor, 1 / factor) < OFF_SCHEDULE:
             continue
-        key = next((key for key in RATE_KEYS if key in event.changes), None)
+        key = next((key for key in SCHEDULE_KEYS if key in event.changes), None)
         if key is not None:
             old, new = event.changes[key]
             text = f"{event.reason} changed {key} from {old} to {new} at iteration {event.iteration}"
