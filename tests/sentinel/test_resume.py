@@ -250,25 +250,20 @@ def test_a_learning_rate_that_was_changed_on_purpose_is_no_jump(restores: bool) 
     assert skip.kind is ActionKind.skip
 
 
-@pytest.mark.parametrize(("lr", "kinds"), [(8e-4, []), (1e-3, ["lr_jump"])])
-def test_a_resume_that_raises_the_learning_rate_far_is_a_jump(lr: float, kinds: list[str]) -> None:
-    """As one with more steps does at the end of a cosine schedule."""
+@pytest.mark.parametrize(
+    ("changed_at", "lr", "kinds"),
+    [
+        pytest.param(100, 8e-4, [], id="raised"),
+        pytest.param(100, 1e-3, ["lr_jump"], id="raised far, as more steps do at the end of a cosine schedule"),
+        pytest.param(99, 1e-4, ["lr_jump"], id="in a state from after the change"),
+    ],
+)
+def test_which_learning_rates_are_jumps_after_a_resume(changed_at: int, lr: float, kinds: list[str]) -> None:
     first = Sentinel.start(CFG)
     for iteration in range(1, 101):
         assert iterate_at(first, iteration, 3e-4) is None
     again = Sentinel.start(CFG)
-    again.schedule_changed_at = 100
+    again.schedule_changed_at = changed_at
     again.resume(as_stored(first), (), iteration=100)
     findings, _ = again.process_record(replace(healthy(101), lr=lr))
     assert [found.kind for found in findings] == kinds
-
-
-def test_a_jump_is_found_in_a_state_from_after_the_change_of_the_schedule() -> None:
-    first = Sentinel.start(CFG)
-    for iteration in range(1, 101):
-        assert iterate_at(first, iteration, 3e-4) is None
-    again = Sentinel.start(CFG)
-    again.schedule_changed_at = 99
-    again.resume(as_stored(first), (), iteration=100)
-    findings, _ = again.process_record(replace(healthy(101), lr=1e-4))
-    assert [found.kind for found in findings] == ["lr_jump"]
