@@ -27,7 +27,8 @@ import sys
 from pathlib import Path
 import pytest
 from tests.gpu.summary import Recorder
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[2:]], plugins=[Recorder(Path(sys.argv[1]), "one GPU")]))
+options = ["-q", "--disable-plugin-autoload", "-p", "xdist.plugin", "-p", "no:cacheprovider", *sys.argv[2:]]
+sys.exit(pytest.main(options, plugins=[Recorder(Path(sys.argv[1]), "one GPU")]))
 """
 
 
