@@ -2,7 +2,8 @@
 
 How: v_stale is a burst of gradients relative to the second moment, or a jump of the second moment itself. An update
 shrinks the second moment by at most a factor beta2, so a smaller value than decay allows was not caused by updates:
-optimizer_reset. If a log does not contain beta2, most of the moment must be gone between two probes.
+optimizer_reset. A resume may change beta2 between two probes: the smaller one holds then. If a log does not contain
+beta2, most of the moment must be gone between two probes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class MomentGuard:
     step: int = 0
     """Step of the last probe."""
     raised: bool = False
+    beta2: float | None = None
+    """Of the last probe."""
 
     def observe(self, record: ReducedRecord) -> Iterator[Finding]:
         ratio = record.square_ratio or 0.0
@@ -48,7 +51,7 @@ class MomentGuard:
                 yield make_finding(FindingKind.optimizer_reset, record, norm, least, message)
                 self.norms = []
         if norm > 0:
-            self.norms, self.step = [*self.norms[-2:], norm], record.step
+            self.norms, self.step, self.beta2 = [*self.norms[-2:], norm], record.step, record.beta2
 
     def _least(self, record: ReducedRecord) -> float:
         """The smallest norm that updates since the last probe can explain: each keeps at least a share beta2."""
@@ -56,4 +59,5 @@ class MomentGuard:
             return 0.0
         if record.beta2 is None:
             return EMPTIED * min(self.norms)
-        return float(ROUNDING * self.norms[-1] * record.beta2 ** max(record.step - self.step, 0))
+        beta2 = record.beta2 if self.beta2 is None else min(self.beta2, record.beta2)
+        return float(ROUNDING * self.norms[-1] * beta2 ** max(record.step - self.step, 0))

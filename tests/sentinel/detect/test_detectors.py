@@ -255,6 +255,19 @@ def test_moments_that_only_decay_raise_nothing() -> None:
     assert watch(rows) == []
 
 
+@pytest.mark.parametrize(("left", "found"), [(1.0, []), (0.98, ["optimizer_reset"])])
+@pytest.mark.parametrize(("before", "after"), [(0.95, 0.999), (0.999, 0.95)])
+def test_a_resume_with_another_beta2_is_no_reset(before: float, after: float, left: float, found: list[str]) -> None:
+    """Before the first probe after the resume, some updates were made with the old beta2."""
+    first = Detectors(CFG)
+    assert watch([record(step, 3.0, v_norm=1.0, beta2=before) for step in range(0, 600, 10)], first) == []
+    resumed = Detectors.restore(CFG, first.state())
+    norm = left * 0.95**10
+    assert kinds(watch([record(600, 3.0, v_norm=norm, beta2=after)], resumed)) == found
+    assert kinds(watch([record(610, 3.0, v_norm=norm * after**10, beta2=after)], resumed)) == []
+    assert kinds(watch([record(620, 3.0, v_norm=norm * after**20 * 0.98, beta2=after)], resumed)) == ["optimizer_reset"]
+
+
 def test_broken_weights_are_found_and_their_layers_named() -> None:
     norms = {"blocks.0": 4.0, "blocks.1": math.inf}
     rows = [record(step, 3.0, group_param_norms=norms if step >= 5 else {"blocks.0": 4.0}) for step in range(8)]
