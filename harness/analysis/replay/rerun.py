@@ -269,11 +269,7 @@ def replay_in_fp32(
     The weights and moments of the state are fp32 in every precision. Loss scale and fp8 scales belong to the format and
     are left out.
     """
-    in_fp32 = replace(
-        cfg,
-        precision=replace(cfg.precision, kind=PrecisionKind.fp32),
-        parallel=replace(cfg.parallel, compile=False),
-    )
+    in_fp32 = config_in_fp32(cfg)
     with closing_parts(build(in_fp32, world, RunDir(request.run))) as parts:
         if request.tamper is not None:
             request.tamper(parts)
@@ -281,6 +277,12 @@ def replay_in_fp32(
         names = [name for name in tensors if name in reached and name not in FORMAT_STATE]
         copy_back({name: tensors[name] for name in names}, reached)
         return StepNumbers.of(replay_step(parts, in_fp32, record))
+
+
+def config_in_fp32(cfg: Config) -> Config:
+    """The same run in fp32 throughout, not compiled."""
+    precision = replace(cfg.precision, kind=PrecisionKind.fp32, phases=[])
+    return replace(cfg, precision=precision, parallel=replace(cfg.parallel, compile=False))
 
 
 def compare_batch(parts: Parts, cfg: Config, cursor: int, checkpoint: str | None) -> BatchComparison:

@@ -20,9 +20,10 @@ from harness.analysis.replay import history
 from harness.analysis.replay.measured_step import add_measurements
 from harness.analysis.replay.replay_text import render
 from harness.analysis.replay.request import ReplayRequest, can_reproduce, repeat_data_fault
-from harness.analysis.replay.rerun import replay_config, run_replay_worker
+from harness.analysis.replay.rerun import config_in_fp32, replay_config, run_replay_worker
 from harness.build import Parts
 from harness.checkpoint import catalog
+from harness.config.precision import PrecisionKind
 from harness.core import event_json
 from harness.core.events import StepRecord
 from harness.core.rundir import RunDir
@@ -237,6 +238,11 @@ def test_step_in_fp32_tells_an_overflow_from_a_structural_cause(ranks: Pool, sca
     assert "fp16 overflow: the step is finite in fp32" in render(first)
     broken = replay_on(ranks, scaled, iteration=1, in_fp32=True, tamper=break_weights, overrides=FP16)
     assert broken["precision_verdict"] == "structural: the step is not finite in fp32 either"
+
+
+def test_a_run_with_phases_of_its_precision_is_repeated_in_fp32() -> None:
+    cfg = load([*TINY, "precision=fp8_emulated", "precision.phases=[{from_batch: 3, kind: bf16}]"])
+    assert config_in_fp32(cfg).precision.kind is PrecisionKind.fp32
 
 
 @pytest.mark.full
