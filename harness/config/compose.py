@@ -30,6 +30,8 @@ T = TypeVar("T")
 
 NUMBER_OR_BOOLEAN = re.compile(r"[-+.\d]|(true|false|inf|nan)$", re.IGNORECASE)
 """How the text of an override begins that Hydra may read as a number or a boolean."""
+PLAIN_LIST = re.compile(r"\[([^\[\]{}()'\"\\$]+)\]")
+"""A list of values without quotes or brackets of their own."""
 FAST_DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 """The emitter in C, which takes a tenth of the time, where PyYAML was built with it."""
 
@@ -106,18 +108,28 @@ def compose_tree(overrides: Sequence[str], **options: bool) -> Any:
 
 def keep_text(overrides: Sequence[str]) -> list[str]:
     """The overrides with the text of string keys in quotes where Hydra would read a number or a boolean and write it in
-    another way: 1.10 is a name."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
+    another way: 1.10 is a name. So are the items of a list of strings."""
     kept = []
     for override in overrides:
         key, _, text = override.partition("=")
-        if not override.startswith(("-", "~")) and NUMBER_OR_BOOLEAN.match(text) and is_text_key(key.lstrip("+")):
-            parsed = OverridesParser.create().parse_override(override)
-            is_other = not parsed.is_sweep_override() and isinstance(parsed.value(), bool | int | float)
-            override = f"{key}='{text}'" if is_other else override
+        if not override.startswith(("-", "~")) and is_text_key(key.lstrip("+")):
+            if plain_list := PLAIN_LIST.fullmatch(text):
+                override = f"{key}=[{','.join(quote_number(item.strip()) for item in plain_list[1].split(','))}]"
+            elif quote_number(text) != text:
+                override = f"{key}={quote_number(text)}"
         kept.append(override)
     return kept
+
+
+def quote_number(text: str) -> str:
+    """The text of a value; in quotes if Hydra would read a number or a boolean."""
+    if not NUMBER_OR_BOOLEAN.match(text):
+        return text
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    parsed = OverridesParser.create().parse_override(f"x={text}")
+    is_other = not parsed.is_sweep_override() and isinstance(parsed.value(), bool | int | float)
+    return f"'{text}'" if is_other else text
 
 
 @contextmanager

@@ -65,6 +65,20 @@ def test_a_string_key_takes_the_text_of_its_override(text: str, name: str | None
     assert compose.load([f"run.name={text}"]).run.name == name
 
 
+@pytest.mark.parametrize(
+    ("text", "items"),
+    [
+        ("[2026_11]", ["2026_11"]),
+        ("[1.10, x,True]", ["1.10", "x", "True"]),
+        ("['1.10',2_0]", ["1.10", "20"]),  # with quotes it is Hydra's to read
+        ("[a b,*.bin]", ["a b", "*.bin"]),
+        ("[]", []),
+    ],
+)
+def test_items_of_a_list_of_strings_take_their_text(text: str, items: list[str]) -> None:
+    assert compose.load([f"eval.harness={text}"]).eval.harness == items
+
+
 def test_only_string_keys_take_the_text() -> None:
     cfg = compose.load(["++launch.slurm.account=1.10", "train.num_steps=1_000", "optim.lr=1e-4", "run.seed=+7"])
     assert (cfg.launch.slurm.account, cfg.train.num_steps, cfg.optim.lr, cfg.run.seed) == ("1.10", 1000, 1e-4, 7)
