@@ -90,7 +90,7 @@ class NodeGroup:
     address: str
     """IP address of node 0."""
     start_name: str
-    """Name of this start of the run, equal on all nodes."""
+    """Name of this start of the run, equal on all nodes and unique: two starts at the same moment share no logs."""
     store_port: int
     store_socket: socket.socket | None
     """Where torch's TCPStore will listen; only on node 0."""

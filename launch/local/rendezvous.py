@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from secrets import token_hex
 from typing import Any
 
 from harness.config.errors import ConfigError
@@ -71,7 +72,8 @@ def join_nodes(
         return join_as_peer(
             spec, address, hello, within_s=within_s, silent_s=silent_s, stop_requested=stop_requested, elastic=elastic
         )
-    group = NodeGroup(spec, address, time.strftime("%Y%m%d-%H%M%S"), 0, None, silent_s)
+    start_name = f"{time.strftime('%Y%m%d-%H%M%S')}-{token_hex(2)}"
+    group = NodeGroup(spec, address, start_name, 0, None, silent_s)
     group.hosts[0], group.roster = machine_name(), tuple(range(spec.num_nodes))
     if spec.num_nodes == 1:
         open_store_socket(group)

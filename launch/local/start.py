@@ -34,12 +34,21 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from harness.analysis.plan.machine_memory import MachineMemory, check_memory
-from harness.config.errors import EXIT_BAD_CONFIG, EXIT_CRASHED, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, require
+from harness.config.errors import (
+    EXIT_BAD_CONFIG,
+    EXIT_CRASHED,
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    ConfigError,
+    StorageError,
+    require,
+)
 from harness.config.parallel import DeviceKind
 from harness.config.schema import Config, check_world
 from harness.control.stop_requests import STOP_CLEARED, STOP_SIGNALS
 from harness.core.events import EndCause
-from harness.core.locking.run_lease import clearing_dead_lease
+from harness.core.locking.lease_holder import DEFAULT_LEASE_S
+from harness.core.locking.run_lease import clearing_dead_lease, hold, holding, is_in_use
 from harness.core.memory_limits import address_space_left, free_bytes, total_bytes
 from harness.core.node_name import machine_name
 from harness.core.rundir import RunDir, locate
@@ -260,11 +269,11 @@ def run_until_final(
             break
         if group.is_spare:
             group.send_all(problems=check_this_machine(cfg, computes=True))
-    if group.is_coordinator:
+    if group.is_coordinator and not is_in_use(run.path):
         if record_failure(run, code, failure):
             send_last_alerts(run, cfg.telemetry, log_bytes=log_bytes)
         if code == EXIT_BAD_CONFIG and group.spec.num_nodes == 1:
-            remove_rejected_run(run, existing)
+            remove_rejected_run(run, existing, group.start_name)
     return code
 
 
@@ -333,15 +342,26 @@ def existing_parents(path: Path) -> set[Path]:
     return {parent for parent in (path, *path.parents) if parent.exists()}
 
 
-def remove_rejected_run(run: RunDir, existing: set[Path]) -> None:
-    """Remove what a rejected start has created: its run directory, if it is new and nothing was logged."""
-    if run.path in existing or log_size(run.events) > 0:
+def remove_rejected_run(run: RunDir, existing: set[Path], start_name: str) -> None:
+    """Remove what a rejected start has created: its run directory, if it is new, nothing was logged, and no other start
+    uses it. The launcher holds the lease meanwhile, so that no other start can train there."""
+    if run.path in existing:
         return
-    shutil.rmtree(run.path, ignore_errors=True)
-    with suppress(OSError):
-        for parent in run.path.parents:
-            if parent not in existing:
-                parent.rmdir()
+    with suppress(ConfigError, StorageError), holding():
+        hold(run.path, DEFAULT_LEASE_S)
+        if log_size(run.events) > 0:
+            return
+        with suppress(OSError):
+            for directory in run.logs.glob(f"{start_name}*"):
+                shutil.rmtree(directory)
+            run.logs.rmdir()  # fails if another start has logs here: its ranks may not have the lease yet
+            for path in run.path.iterdir():
+                if path != run.lease:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            shutil.rmtree(run.lease)
+            for directory in (run.path, *run.path.parents):
+                if directory not in existing:
+                    directory.rmdir()
 
 
 def build_tasks(cfg: Config, worker: Worker, logs: RankLogs, environment: dict[str, str]) -> list[WorkerTask]:

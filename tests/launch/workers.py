@@ -64,6 +64,15 @@ def refuse(_cfg: Config) -> int:
     raise ConfigError("data.path", "no such file")
 
 
+def refuse_late(cfg: Config) -> int:
+    """Is rejected once another start has the run."""
+    run = locate(cfg).path
+    (run / f"ready-{rank()}").touch()
+    while not (run / "go").exists():
+        time.sleep(0.01)
+    raise ConfigError("run.name", "is in use")
+
+
 def fill_up(cfg: Config) -> int:
     """Both ranks find the disk full, and cannot even write down why they end."""
     run = locate(cfg).path

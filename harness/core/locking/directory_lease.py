@@ -175,8 +175,8 @@ def acquire(
     on_wait: Callable[[SeenLease, float], None] | None = None,
 ) -> Lease:
     """Take the lease of a directory, and create the directory. Raises InUseError if another process holds it."""
-    directory.mkdir(parents=True, exist_ok=True)
     while True:
+        directory.mkdir(parents=True, exist_ok=True)  # a rejected start may remove it while this one waits
         free = wait_until_free(directory, me, on_wait=on_wait)
         number = 1 if free is None else free.number + 1
         descriptor = create(directory, number, me)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,6 +25,9 @@ from harness.core.locking.lease_holder import this_process
 FOLDER = "lease"
 TAKEOVER_ATTEMPTS = 3
 """How often a holder that the job has lost may be seen alive before it counts as alive."""
+LOOK_ATTEMPTS = 3
+"""How often a lease is read before an error of the file system counts."""
+LOOK_PAUSE_S = 1.0
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 STORAGE_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOTCONN, *DISK_FULL)
 """Errors after which the same command may succeed."""
@@ -131,6 +135,20 @@ def require_free(run: Path, *, wait: bool) -> None:
         raise in_use_error(run, error) from None
     except OSError as error:
         raise io_error(directory, "cannot read", error) from None
+
+
+def is_in_use(run: Path) -> bool:
+    """Whether another process holds the lease of a run, or may hold it because the lease cannot be read."""
+    for _ in range(LOOK_ATTEMPTS):
+        try:
+            require_free(run, wait=False)
+        except ConfigError:
+            return True
+        except StorageError:
+            time.sleep(LOOK_PAUSE_S)
+        else:
+            return False
+    return True
 
 
 def take_over_lease(run: Path) -> None:

@@ -18,6 +18,8 @@ import pytest
 
 from harness.config.errors import ConfigError
 from harness.config.parallel import DeviceKind
+from harness.core.locking import directory_lease
+from harness.core.locking.lease_holder import this_process
 from harness.core.rundir import RunDir, locate
 from launch import train
 from launch.local import hang_report, start, worker_pool
@@ -174,21 +176,36 @@ def test_bad_configuration_found_by_the_workers_is_one_line_and_leaves_nothing(l
 
 
 def test_only_what_a_rejected_start_created_is_removed(tmp_path: Path) -> None:
-    new, old, logged = (RunDir(tmp_path / "runs" / name) for name in ("new", "old", "logged"))
+    new, old, logged, shared = (RunDir(tmp_path / "runs" / name) for name in ("new", "old", "logged", "shared"))
     (old.path / "kept").mkdir(parents=True)
     existing = start.existing_parents(old.path)
-    for run in (new, logged):
-        run.logs.mkdir(parents=True)
+    for run in (new, logged, shared):
+        (run.logs / "mine-restart-1").mkdir(parents=True)
     logged.events.write_text("{}")
-    for run in (new, old, logged):
-        start.remove_rejected_run(run, existing)
-    assert [run.path.exists() for run in (new, old, logged)] == [False, True, True]
+    (shared.logs / "theirs").mkdir()
+    for run in (new, old, logged, shared):
+        start.remove_rejected_run(run, existing, "mine")
+    assert [run.path.exists() for run in (new, old, logged, shared)] == [False, True, True, True]
+    assert [path.name for path in shared.logs.iterdir()] == ["theirs"], "another start, whose ranks have no lease yet"
     alone = RunDir(tmp_path / "elsewhere" / "runs" / "new")
     existing = start.existing_parents(alone.path)
     alone.logs.mkdir(parents=True)
-    start.remove_rejected_run(alone, existing)
+    start.remove_rejected_run(alone, existing, "mine")
     assert not (tmp_path / "elsewhere").exists(), "the directories above it are new, too"
     assert tmp_path.exists()
+
+
+def test_a_rejected_start_leaves_the_run_to_the_start_that_got_it(launch: Launch, tmp_path: Path) -> None:
+    """Both are the first start of the run, at the same moment."""
+    run = RunDir(tmp_path / "refuse_late")
+    with launch("refuse_late") as launcher:
+        wait_for(run.path / "ready-0", run.path / "ready-1")
+        winner = directory_lease.acquire(run.lease, this_process(), on_lost=lambda _: None)
+        run.status.write_text('{"state": "running"}')
+        (run.path / "go").touch()
+        assert launcher.wait(timeout=200) == 2
+    winner.release()
+    assert run.status.read_text() == '{"state": "running"}'
 
 
 def test_exit_code_75_passes_through(launch: Launch) -> None:
