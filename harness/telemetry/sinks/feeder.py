@@ -6,6 +6,8 @@ lives, every failure is retried with growing pauses. Once the trainer is gone, t
 are tried for `PATIENCE_S` more, because nobody else tells of the crash, unless the run is started again. A lock per
 sink keeps two processes from sending one run to the same target; the thread of a restarted run waits for it, and then
 sends the events of its own start.
+A power failure may take the end of the log, which is not synced, and leave the progress, which is. A sink that has sent
+more than the log holds goes on where the log ended when this start began.
 Left out: the sinks share a process, so a crash of the interpreter ends all of them. Their progress is on disk.
 """
 
@@ -25,7 +27,7 @@ from harness.core.locking.file_lock import exclusive
 from harness.core.rundir import RunDir
 from harness.telemetry.event_log import Chunk, log_size, read_chunk
 from harness.telemetry.sinks.log_tail import LogTail
-from harness.telemetry.sinks.sink import BadSinkError, Sink, SinkKind, enabled_sinks, read_telemetry
+from harness.telemetry.sinks.sink import BadSinkError, Sink, SinkKind, enabled_sinks, read_telemetry, stored_offset
 from harness.telemetry.sinks.sink_log import EXIT_NOT_SENT, first_line, log, report
 from harness.telemetry.sinks.trainer_watch import Trainer, last_event
 
@@ -120,6 +122,7 @@ class SinkFeeder:
     ) -> None:
         self._wait = wait
         self._kind, self._run, self._cfg, self._tail, self._trainer = kind, run, cfg, tail, trainer
+        self._restart_bytes = find_restart(run, kind, trainer)
         self._has_given_up = False
         self._moved_s = time.monotonic()
         """Start of the current attempt, or when the sink last accepted something."""
@@ -168,7 +171,7 @@ class SinkFeeder:
                 over_s, log_bytes = time.monotonic(), log_size(self._run.events)
             self._moved_s = time.monotonic()
             try:
-                sink = sink or build_sink(self._kind, self._run, self._cfg, self._trainer)
+                sink = sink or self._build_sink()
                 self._send_rest(sink)
                 if is_over or self._has_sent_end(sink):
                     sink.end(has_ended=self._has_ended())
@@ -187,6 +190,16 @@ class SinkFeeder:
                 if is_last:
                     return EXIT_NOT_SENT
             time.sleep(pause_s(num_failures))
+
+    def _build_sink(self) -> Sink:
+        sink = build_sink(self._kind, self._run, self._cfg, self._trainer)
+        state, restart_bytes = sink.state, self._restart_bytes
+        if restart_bytes is not None and state.offset > restart_bytes:
+            lost = f"{self._run.events.name} has lost its end: {state.offset} bytes of it were sent"
+            log(f"{self._kind}: {lost}; continues at byte {restart_bytes}")
+            state.rewind(restart_bytes)
+            sink.save()
+        return sink
 
     def _send_rest(self, sink: Sink) -> None:
         """Send what the sink has not accepted yet."""
@@ -220,6 +233,18 @@ class SinkFeeder:
     def _has_sent_end(self, sink: Sink) -> bool:
         """Whether the `run_ended` event of this start was sent."""
         return sink.state.offset >= log_size(self._run.events) and self._has_ended()
+
+
+def find_restart(run: RunDir, kind: SinkKind, trainer: Trainer | None) -> int | None:
+    """Where a sink continues if the log has lost bytes that it had sent; None: it has lost none.
+
+    Call before anything of this start is sent. The launcher's sinks come after those of its starts, so only the current
+    size of the log tells them that it is too short.
+    """
+    size = log_size(run.events)
+    first = size if trainer is None else trainer.log_bytes
+    most = size if trainer is None or trainer.with_restarts else first
+    return first if stored_offset(run, kind) > most else None
 
 
 @contextmanager

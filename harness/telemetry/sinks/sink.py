@@ -8,6 +8,7 @@ batch that was sent twice from counting twice is in its own file.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
@@ -46,6 +47,10 @@ class SinkState:
     """Bytes of the event log that the target has accepted."""
     sampled: dict[str, float] = field(default_factory=dict)
     """Rank -> time of the newest system sample that the target has accepted."""
+
+    def rewind(self, offset: int) -> None:
+        """Continue at this byte of a log that has lost its end."""
+        self.offset = offset
 
 
 class Sink(Protocol):
@@ -96,6 +101,14 @@ def read_sink_state(path: Path, state_type: type[State]) -> State | None:
     except (ValueError, TypeError):
         log(f"{path} is damaged: the sink starts as in a new run")
         return None
+
+
+def stored_offset(run: RunDir, kind: SinkKind) -> int:
+    """Bytes of the log that a sink has sent; 0 if there is no progress that can be read."""
+    with suppress(OSError):
+        state = read_sink_state(progress_file(run, kind), SinkState)
+        return 0 if state is None else state.offset
+    return 0
 
 
 def save_state(run: RunDir, kind: SinkKind, state: SinkState) -> None:

@@ -3,8 +3,9 @@
 W&B's own process keeps rows on disk and repeats uploads, so a row counts as accepted once W&B has it; `wandb sync
 RUN/wandb/*run-*` sends what W&B could not. A server that does not answer at the start is tried again.
 W&B ignores a row whose step is not above the last one. The step is therefore the byte position of the event in
-`events.jsonl`: it increases with every event, and an event that is sent twice has the same one. Charts use
-`iteration`. System samples lie between two events, so they get the positions after the last one.
+`events.jsonl`: it increases with every event, and an event that is sent twice has the same one. System samples lie
+between two events: each takes the next step and shifts those after it by one. Bytes that the log has lost shift them,
+too. Charts use `iteration`.
 """
 
 from __future__ import annotations
@@ -25,8 +26,6 @@ from harness.telemetry.sinks.sink import BadSinkError, SinkKind, SinkState, conf
 from harness.telemetry.sinks.sink_log import first_line
 
 INIT_TIMEOUT_S = 30.0
-MOST_SAMPLES_BETWEEN = 31
-"""Samples between two events that have a step of their own; every line of the log is longer than this."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,7 +35,17 @@ class WandbState(SinkState):
     run_id: str = ""
     """Id of the W&B run; stored before the first request."""
     num_samples: int = 0
-    """System samples since the last event."""
+    """System samples that were sent."""
+    lost_bytes: int = 0
+    """Bytes that the log has lost after they were sent."""
+
+    def rewind(self, offset: int) -> None:
+        self.lost_bytes += self.offset - offset
+        self.offset = offset
+
+    def step(self, position: int) -> int:
+        """W&B's step of an event that ends at this byte of the log."""
+        return position + self.num_samples + self.lost_bytes
 
 
 @final
@@ -104,12 +113,11 @@ class WandbSink:
                     self._exit_code = EXIT_DONE  # the next start resumes the W&B run
                 case _:
                     pass
-        self.state.num_samples = 0
 
     def send_samples(self, samples: list[SystemSampled]) -> None:
-        for sample in samples:
-            self.state.num_samples = min(self.state.num_samples + 1, MOST_SAMPLES_BETWEEN)
-            self._log(sample, self.state.offset + self.state.num_samples)
+        for number, sample in enumerate(samples, start=1):
+            self._log(sample, self.state.offset + number)
+        self.state.num_samples += len(samples)
 
     def poll(self) -> None:
         """Nothing to do."""
@@ -127,4 +135,4 @@ class WandbSink:
     def _log(self, event: Event, position: int) -> None:
         if values := metrics_of(event):
             row = values | {"iteration": event.iteration, "_timestamp": event.time}
-            self._wandb_run.log(row, step=position)
+            self._wandb_run.log(row, step=self.state.step(position))

@@ -67,14 +67,41 @@ def test_only_events_of_this_start_are_alerted_and_each_once(
     assert server.texts == [], "alerts were not configured when this happened"
     trainer = Trainer(-1, run.events.stat().st_size)
     append(run, started, skip(2), skip(2), ended)
-    for _ in range(2):
-        assert send_until_end(run, trainer) == 0
+    assert send_until_end(run, trainer) == 0
+    assert send_until_end(run, None) == 0
     assert titles(server) == [
         "[big] incident 2 opened: r",
         "[big] skip for incident 2: r",
         "[big] finished at step 100: all steps done",
     ]
     assert f"post-mortem: {run.path}/incidents/002/postmortem.md" in server.texts[0]
+
+
+@pytest.mark.parametrize("with_restarts", [False, True], ids=["the sink process", "the launcher"])
+def test_the_start_after_a_log_lost_its_end_is_alerted(
+    make_run: MakeRun,
+    server: WebhookServer,
+    started: RunStarted,
+    make_step: MakeStep,
+    ended: RunEnded,
+    capfd: pytest.CaptureFixture[str],
+    with_restarts: bool,
+) -> None:
+    """A power failure may take the end of the log, and leave the progress of its sinks."""
+    run, _ = make_run("big", **ON)
+    append(run, started)
+    left_bytes = run.events.stat().st_size
+    send_until_end(run, None)
+    append(run, *map(make_step, range(20)))
+    send_until_end(run, None)
+    sent_bytes = run.events.stat().st_size
+    os.truncate(run.events, left_bytes)
+    append(run, replace(ended, exit_code=3, reason="structural"))
+    assert run.events.stat().st_size < sent_bytes
+    assert send_until_end(run, Trainer(-1, left_bytes, with_restarts=with_restarts)) == 0
+    assert titles(server) == ["[big] the sentinel halted the run at step 100: structural"]
+    lost = f"alerts: events.jsonl has lost its end: {sent_bytes} bytes of it were sent; continues at byte {left_bytes}"
+    assert lost in capfd.readouterr().err
 
 
 def test_an_alert_waits_on_disk_for_its_server(

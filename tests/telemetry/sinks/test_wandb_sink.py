@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -51,12 +52,13 @@ def test_a_run_is_in_the_files_of_wandb(
     sample: dict[str, Any] = {"iteration": 19, "rank": 0, "host": "h", "every_s": 10.0, "cpu_load": 0.5}
     path = system_file(run, 0)
     path.parent.mkdir()
-    path.write_text("".join(to_json(SystemSampled(time=ended.time + index, **sample)) + "\n" for index in range(2)))
+    path.write_text("".join(to_json(SystemSampled(time=ended.time + index, **sample)) + "\n" for index in range(200)))
     assert send_until_end(run, None) == 0
     rows, ids, summary = read_back(run)
     found = [(row["iteration"], row["loss"], row["_timestamp"]) for row in rows if "loss" in row]
     assert found == [(step.iteration, pytest.approx(step.loss), step.time) for step in steps]
-    assert [row["_timestamp"] for row in rows if "system/rank-0/cpu_load" in row] == [ended.time, ended.time + 1]
+    sampled = [row["_timestamp"] for row in rows if "system/rank-0/cpu_load" in row]
+    assert sampled == [ended.time + index for index in range(200)]
     assert set(ids) == {json.loads(progress_file(run, SinkKind.wandb).read_text())["run_id"]}
     assert summary["incident.001"] == "grad_spike from iteration 7: cured"
 
@@ -65,6 +67,22 @@ def test_a_run_is_in_the_files_of_wandb(
     rows, ids, _ = read_back(run)
     assert [row["iteration"] for row in rows if "loss" in row] == list(range(21)), "the next start sends only its own"
     assert len(set(ids)) == 1
+
+
+def test_steps_increase_after_the_log_has_lost_its_end(make_run: MakeRun, make_step: MakeStep) -> None:
+    """W&B ignores a row whose step it has."""
+    run, _ = make_run(**ON)
+    append(run, make_step(0))
+    left_bytes = run.events.stat().st_size
+    append(run, *map(make_step, range(1, 10)))
+    assert send_until_end(run, None) == 0
+    os.truncate(run.events, left_bytes)
+    append(run, make_step(1), make_step(2))
+    assert send_until_end(run, Trainer(-1, left_bytes)) == 0
+    rows = [row for row in read_back(run)[0] if "loss" in row]
+    assert [row["iteration"] for row in rows] == [*range(10), 1, 2]
+    steps = [row["_step"] for row in rows]
+    assert steps == sorted(set(steps))
 
 
 def test_a_restart_inside_the_job_is_no_failure(make_run: MakeRun, make_step: MakeStep, started: RunStarted) -> None:
