@@ -15,13 +15,15 @@ from harness.config.errors import ConfigError, StorageError
 from harness.config.optim import OptimizerKind
 from harness.config.run import ResumePolicy
 from harness.config.schema import Config
-from harness.core.rundir import RunDir, differences
+from harness.core.rundir import RunDir, check_resume, differences
 
 OPTIMIZER = "optim.kind"
 
 
 def require_fitting(cfg: Config, run: RunDir) -> None:
-    """Reject what `run.resume=changed` cannot admit. Imports torch only if something changed."""
+    """Reject a configuration that `run.resume` or the state of the run does not admit. Imports torch only if something
+    changed."""
+    check_resume(cfg, run)
     changes = differences(cfg, run) if cfg.run.resume is ResumePolicy.changed else {}
     if OPTIMIZER in changes and cfg.optim.kind is OptimizerKind.adamw:
         require_optimizer_state(run)

@@ -1,6 +1,7 @@
 """Runs Slurm's command-line tools and returns their output, or their error in one line.
 
-Only `sbatch`, `squeue` and `scontrol` are used: every cluster has them; the accounting of `sacct` is optional.
+Only `sbatch`, `scancel`, `squeue` and `scontrol` are used: every cluster has them. The accounting of `sacct` is
+optional.
 """
 
 from __future__ import annotations
@@ -9,22 +10,27 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from harness.config.errors import ConfigError, require
 
-ACTIVE_STATES = (
-    "PENDING",
-    "CONFIGURING",
-    "RUNNING",
-    "COMPLETING",
-    "SUSPENDED",
-    "REQUEUED",
-    "RESIZING",
-    "SIGNALING",
-    "STOPPED",
+ENDED_STATES = (
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "LAUNCH_FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "RECONFIG_FAIL",
+    "REVOKED",
+    "TIMEOUT",
 )
+"""A job in any other state is pending or active; so is one in a state that this list does not know."""
 UNKNOWN_JOB = "Invalid job id"
+HOLD = re.compile(r"^#SBATCH (--hold|-H)\b", re.MULTILINE)
 RETRY_PAUSES_S = (1.0, 5.0, 20.0)
 """Pauses between attempts to reach a controller that does not answer."""
 
@@ -37,7 +43,7 @@ def queue_state(job: str) -> str:
     done = run_command("squeue", "--noheader", f"--jobs={job}", "--format=%T")
     if done.returncode and done.stderr.strip() and UNKNOWN_JOB not in done.stderr:
         raise ConfigError("launch.slurm", f"cannot tell whether job {job} is alive: {error_line(done)}; try again")
-    return next((state.lower() for state in done.stdout.split() if state in ACTIVE_STATES), "")
+    return next((state.lower() for state in done.stdout.split() if state not in ENDED_STATES), "")
 
 
 def show_job(job: str) -> dict[str, str]:
@@ -66,6 +72,23 @@ def can_start(sbatch: Sequence[str], without: Sequence[str]) -> bool:
     """
     command = ["sbatch", "--test-only", f"--exclude={','.join(without)}", *sbatch]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def submit_script(script: str, record: Callable[[str], None]) -> str:
+    """Submit a script; returns the job id. `record` gets it and writes what the job needs.
+
+    The job is held until then: nothing is written for a job that Slurm rejects, and none starts before it can. The job
+    is cancelled if it cannot be recorded. One that its own options hold stays held.
+    """
+    job = run_sbatch(script, "--parsable", "--hold")
+    try:
+        record(job)
+        if not HOLD.search(script):
+            run_slurm("scontrol", "release", job)
+    except BaseException:
+        run_slurm("scancel", job, check=False)
+        raise
+    return job
 
 
 def run_sbatch(script: str, *options: str) -> str:

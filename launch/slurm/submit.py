@@ -2,7 +2,8 @@
 
 Why: a submitted job must need nothing but its run directory, and must be checked before it waits in the queue for days.
 How: the plan, the batch size and Slurm itself (`sbatch --test-only`) are checked first; an error is one line and leaves
-nothing on disk. Then the run directory is created with a copy of the code, and the script is stored and submitted.
+nothing on disk. Then the job is submitted and held: some limits are checked only now. The run directory is created with
+a copy of the code, the script is stored, and the job is released.
 The tasks of an array read their run directories from a list. Its file name is a hash of the content, so it never
 changes: a task that waits for days reads the line it was submitted with.
 """
@@ -19,13 +20,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from harness.analysis.plan.fit import refusal
+from harness.config.compose import flat_values
 from harness.config.errors import EXIT_DONE, ConfigError, require
 from harness.config.parallel import DeviceKind
 from harness.config.schema import Config, check_world
 from harness.core.locking.run_lease import naming_full_disk
 from harness.core.rundir import RunDir, locate, write_atomically
+from launch.changed_config import require_fitting
 from launch.slurm import code_snapshot, requeue
-from launch.slurm.controller import ACTIVE_STATES, queue_state, run_sbatch, run_slurm
+from launch.slurm.controller import ENDED_STATES, queue_state, run_sbatch, run_slurm, submit_script
 from launch.slurm.job_directory import SlurmJob, code_root, prepare_job_run, read_job, slurm_folder, write_job
 from launch.slurm.job_script import build_directives, exclude_option, render
 from launch.slurm.node_exclusion import NodeExclusion, choose_exclusions, limit_exclusions
@@ -36,6 +39,8 @@ POLL_S = 2.0
 LOST_AFTER_S = 120.0
 """How long Slurm may not know a job before `wait_for_job` fails."""
 CPU_RANKS = 2
+IN_SCRIPT = ("kind", "dry_run", "nodes", "min_nodes", "spares", "at_once", "slurm.")
+"""Beginnings of the keys of `launch` that decide about the script of an array."""
 
 
 def submit_or_print(cfg: Config) -> int:
@@ -58,40 +63,44 @@ def submit_or_print(cfg: Config) -> int:
 def submit_run(cfg: Config) -> str:
     """Create the run directory and submit the job; returns the job id."""
     check_submission(cfg)
-    check_no_active_job(locate(cfg))
+    check_run(cfg, locate(cfg))
     script = choose_script([cfg], lambda without: render_script(cfg, without))
-    run = prepare_job_run(cfg)
-    with naming_full_disk(run.path):
-        code = code_snapshot.save_snapshot(code_root(run).resolve())
-        write_atomically(slurm_folder(run) / SCRIPT, script)
-    job = run_sbatch(script, "--parsable")
-    write_job(run, SlurmJob(job=job, code=str(code)))
-    return job
+
+    def record(job: str) -> None:
+        run = prepare_job_run(cfg)
+        with naming_full_disk(run.path):
+            code = code_snapshot.save_snapshot(code_root(run).resolve())
+            write_atomically(slurm_folder(run) / SCRIPT, script)
+        write_job(run, SlurmJob(job=job, code=str(code)))
+
+    return submit_script(script, record)
 
 
 def submit_array(cfgs: Sequence[Config], directory: Path) -> str:
     """Submit several runs as one array, whose task i is run i; returns the job id.
 
-    They share the launch settings of the first run, one copy of the code, and the folder `slurm` of `directory`.
+    They share the settings of the script, one copy of the code, and the folder `slurm` of `directory`.
     """
-    check_distinct_runs(cfgs)
+    check_array(cfgs)
     for cfg in cfgs:
         check_submission(cfg)
-        check_no_active_job(locate(cfg))
+        check_run(cfg, locate(cfg))
     script = choose_script(cfgs, lambda without: render_array_script(cfgs, directory, without))
-    runs = [prepare_job_run(cfg) for cfg in cfgs]
-    shared = slurm_folder(RunDir(directory.resolve()))
-    with naming_full_disk(directory):
-        shared.mkdir(exist_ok=True)
-        code = code_snapshot.save_snapshot(code_root(RunDir(directory.resolve())))
-        list_path = run_list_path(cfgs, directory)
-        if not list_path.exists():  # the name is a hash of the content
-            write_atomically(list_path, run_list(cfgs))
-        write_atomically(shared / SCRIPT, script)
-    job = run_sbatch(script, "--parsable")
-    for index, run in enumerate(runs):
-        write_job(run, SlurmJob(job=f"{job}_{index}", code=str(code)))
-    return job
+
+    def record(job: str) -> None:
+        runs = [prepare_job_run(cfg) for cfg in cfgs]
+        shared = slurm_folder(RunDir(directory.resolve()))
+        with naming_full_disk(directory):
+            shared.mkdir(exist_ok=True)
+            code = code_snapshot.save_snapshot(code_root(RunDir(directory.resolve())))
+            list_path = run_list_path(cfgs, directory)
+            if not list_path.exists():  # the name is a hash of the content
+                write_atomically(list_path, run_list(cfgs))
+            write_atomically(shared / SCRIPT, script)
+        for index, run in enumerate(runs):
+            write_job(run, SlurmJob(job=f"{job}_{index}", code=str(code)))
+
+    return submit_script(script, record)
 
 
 def choose_script(cfgs: Sequence[Config], script_without: Callable[[Sequence[str]], str]) -> str:
@@ -159,6 +168,17 @@ def run_list_path(cfgs: Sequence[Config], directory: Path) -> Path:
     return slurm_folder(RunDir(directory.resolve())) / f"runs-{digest}.txt"
 
 
+def check_array(cfgs: Sequence[Config]) -> None:
+    """Reject tasks that cannot be those of one array, which has one script."""
+    check_distinct_runs(cfgs)
+    first = flat_values(cfgs[0].launch)
+    for index, cfg in enumerate(cfgs):
+        for key, value in flat_values(cfg.launch).items():
+            message = f"is {first[key]} in job 0 and {value} in job {index}, but the jobs of an array share one script"
+            is_same = value == first[key] or not key.startswith(IN_SCRIPT)
+            require(is_same, f"launch.{key}", f"{message}; start a sweep for each value")
+
+
 def check_distinct_runs(cfgs: Sequence[Config]) -> None:
     """Reject two tasks with one run directory: both would write the same checkpoints."""
     seen: dict[Path, int] = {}
@@ -223,8 +243,9 @@ def ranks_per_node(cfg: Config) -> int | None:
     return cfg.launch.nproc or (None if on_cpu else cfg.launch.slurm.gpus_per_node) or on_cpu
 
 
-def check_no_active_job(run: RunDir) -> None:
-    """Reject a second job for a run: both would write the same checkpoints."""
+def check_run(cfg: Config, run: RunDir) -> None:
+    """Reject a config that the run does not admit, and a second job for it: both would write the same checkpoints."""
+    require_fitting(cfg, run)
     known = read_job(run)
     if known is not None and (state := queue_state(known.job)):
         message = f"job {known.job} of this run is {state}; scancel {known.job} first, or choose another name"
@@ -258,7 +279,7 @@ def parse_finished(line: str) -> FinishedJob | None:
     """How a job ended, from a line of `scontrol show job`; None while it is active."""
     fields = dict(re.findall(r"(JobState|ExitCode)=(\S+)", line))
     state = fields.get("JobState", "PENDING")
-    if state in ACTIVE_STATES:
+    if state not in ENDED_STATES:
         return None
     code = int(fields.get("ExitCode", "1:0").partition(":")[0])
     return FinishedJob(state, code or (0 if state == "COMPLETED" else 1))

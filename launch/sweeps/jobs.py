@@ -15,7 +15,7 @@ from harness.config.launch import LaunchKind
 from harness.config.run import ResumePolicy
 from harness.config.schema import Config, check_world
 from harness.core.events import RunEnded
-from harness.core.rundir import RunDir, check_resume, locate
+from harness.core.rundir import RunDir, locate
 from harness.telemetry.event_log import tail
 from launch.changed_config import require_fitting
 from launch.sweeps import scheduler
@@ -61,7 +61,6 @@ def name_jobs(directory: Path, composed: Sequence[ComposedJob]) -> list[tuple[Jo
         if cfg is not None:
             try:
                 assign_directory(cfg, directory, name)
-                check_resume(cfg, locate(cfg))
                 require_fitting(cfg, locate(cfg))
                 check_launch(cfg, gpus)
             except ConfigError as error:

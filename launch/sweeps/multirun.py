@@ -82,7 +82,9 @@ def check_directory(directory: Path, composed: Sequence[ComposedJob]) -> None:
     """Reject a sweep that would not have one directory of its own."""
     for key in ("run.name", "run.dir"):
         message = "cannot be swept: all jobs of a sweep are in one directory; give one value"
-        require(all(key not in job.overrides for job in composed), key, message)
+        require(all(key not in (name.lstrip("+") for name in job.overrides) for job in composed), key, message)
+    kinds = {job.cfg.launch.kind for job in composed if job.cfg is not None}
+    require(len(kinds) <= 1, "launch", "cannot be swept: one launcher starts all jobs of a sweep; give one value")
     message = f"{directory} is the directory of a run; choose another name for the sweep"
     require(not RunDir(directory).config.exists(), "run.name", message)
 
@@ -171,6 +173,7 @@ def render_slurm_array(cfgs: Sequence[Config], directory: Path) -> str:
 
     message = "is for launch=slurm; `harness train --cfg job` prints the config of one job"
     require(cfgs[0].launch.kind is LaunchKind.slurm, "launch.dry_run", message)
+    submit.check_array(cfgs)
     return submit.render_array_script(cfgs, directory)
 
 

@@ -9,10 +9,10 @@ import pytest
 
 @pytest.fixture
 def fake_slurm_bin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Directory for fake `scontrol`, `squeue` and `sbatch`; by default they fail."""
+    """Directory for fake `scontrol`, `squeue`, `sbatch` and `scancel`; by default they fail."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name in ("scontrol", "squeue", "sbatch"):
+    for name in ("scontrol", "squeue", "sbatch", "scancel"):
         (folder / name).write_text("#!/bin/sh\nexit 1\n")
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")

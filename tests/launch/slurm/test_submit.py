@@ -155,14 +155,21 @@ def test_a_requeued_job_finds_its_run_and_code(tmp_path: Path, fake_slurm_bin: P
 
 @pytest.fixture
 def queue(fake_slurm_bin: Path) -> Path:
-    """Directory with the scripts of submitted jobs by id; `queue/alive` lists the active jobs."""
+    """Directory with the scripts of submitted jobs by id; `queue/alive` lists the active jobs.
+
+    A job is held, in `queue/held`, until it is released or cancelled.
+    """
     path = fake_slurm_bin / "queue"
-    path.mkdir()
+    (path / "held").mkdir(parents=True)
     (path / "alive").write_text("")
     (fake_slurm_bin / "sbatch").write_text(
-        '#!/bin/bash\ntest "$1" != --test-only || exit "${REFUSED:-0}"\n'
-        f'cd {path}; number=$((100 + $(ls | wc -l)))\ncat > $number; echo "$number;cluster"\n'
+        '#!/bin/bash\ntest "$1" != --test-only || exit "${REFUSED:-0}"\ntest "$2" == --hold || exit 9\n'
+        'test -z "$OVER_LIMIT" || { echo "sbatch: error: $OVER_LIMIT" >&2; exit 1; }\n'
+        f'cd {path}; number=$((100 + $(ls -p . held | grep -c "^[0-9]")))\n'
+        'cat > held/$number; echo "$number;cluster"\n'
     )
+    (fake_slurm_bin / "scontrol").write_text(f'#!/bin/bash\ntest "$1" == release && mv {path}/held/$2 {path}/$2\n')
+    (fake_slurm_bin / "scancel").write_text(f"#!/bin/bash\nrm {path}/held/$1\n")
     (fake_slurm_bin / "squeue").write_text(
         f'#!/bin/bash\ngrep -qx "${{2#--jobs=}}" {path}/alive && echo PENDING\nexit 0\n'
     )
@@ -202,7 +209,7 @@ def test_a_second_submission_does_not_change_the_list_of_waiting_tasks(tmp_path:
 
     with pytest.raises(ConfigError, match=rf"run\.name: job {first}_2 of this run is pending; scancel {first}_2 first"):
         submit.submit_array(sweep(directory, "a", "c"), directory)
-    assert len(list(queue.iterdir())) == 3
+    assert submitted(queue) == ["100", "101"]
 
 
 def test_two_tasks_never_share_a_run_directory(tmp_path: Path, queue: Path) -> None:
@@ -214,7 +221,59 @@ def test_two_tasks_never_share_a_run_directory(tmp_path: Path, queue: Path) -> N
         line = f"run.name: tasks 0 and 2 of the array would share {directory}/a; give each run its own name"
         assert str(refused.value) == line
     assert not directory.exists()
-    assert [path.name for path in queue.iterdir()] == ["alive"]
+    assert submitted(queue) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "values"), [("launch.nodes", ("4", "1")), ("launch.slurm.time_minutes", ("60", "600"))]
+)
+def test_the_jobs_of_an_array_share_what_is_in_its_script(
+    tmp_path: Path, queue: Path, key: str, values: tuple[str, str]
+) -> None:
+    cfgs = [
+        config(
+            f"run.dir={tmp_path}/s", f"run.name={number}", f"{key}={value}", "launch.nproc=2", f"optim.lr=1e-{number}"
+        )
+        for number, value in enumerate(values)
+    ]
+    with pytest.raises(ConfigError) as refused:
+        submit.submit_array(cfgs, tmp_path / "s")
+    problem = f"is {values[0]} in job 0 and {values[1]} in job 1, but the jobs of an array share one script"
+    assert str(refused.value) == f"{key}: {problem}; start a sweep for each value"
+    assert not (tmp_path / "s").exists()
+    assert submitted(queue) == []
+
+
+def test_a_job_that_slurm_rejects_changes_nothing(tmp_path: Path, queue: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = [f"run.dir={tmp_path}", "run.name=a", "launch.nproc=1"]
+    submit.submit_run(config(*overrides))
+    run = RunDir(tmp_path / "a")
+    run.events.write_text("")
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    monkeypatch.setenv("OVER_LIMIT", "QOSMaxSubmitJobPerUserLimit")
+    changed = [*overrides, "optim.lr=9e-3", "run.resume=changed"]
+    for cfg in (config(*changed), config(*overrides, "run.name=b")):
+        with pytest.raises(ConfigError, match=r"^launch\.slurm: .*QOSMaxSubmitJobPerUserLimit$"):
+            submit.submit_run(cfg)
+    assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
+    assert not (tmp_path / "b").exists()
+    monkeypatch.delenv("OVER_LIMIT")
+    submit.submit_run(config(*changed))
+    assert compose.read(run.config).optim.lr == 9e-3
+    assert submitted(queue) == ["100", "101"]
+
+
+def test_a_job_that_its_user_holds_is_not_released(tmp_path: Path, queue: Path) -> None:
+    (cfg,) = sweep(tmp_path, "a")
+    cfg.launch.slurm.options = ["--hold"]
+    job = submit.submit_run(cfg)
+    assert submitted(queue) == []
+    assert [path.name for path in (queue / "held").iterdir()] == [job]
+
+
+def submitted(queue: Path) -> list[str]:
+    """The jobs that Slurm may start."""
+    return sorted(path.name for path in queue.iterdir() if path.name.isdigit())
 
 
 def test_a_controller_that_does_not_answer_is_an_error(tmp_path: Path, queue: Path, fake_slurm_bin: Path) -> None:
@@ -225,7 +284,7 @@ def test_a_controller_that_does_not_answer_is_an_error(tmp_path: Path, queue: Pa
         submit.submit_run(cfg)
     (fake_slurm_bin / "squeue").write_text("#!/bin/sh\necho error: Invalid job id specified >&2\nexit 1\n")
     submit.submit_run(cfg)
-    assert len(list(queue.iterdir())) == 3
+    assert submitted(queue) == ["100", "101"]
 
 
 def test_a_job_is_submitted_without_the_nodes_that_failed(
@@ -295,7 +354,8 @@ def test_a_full_disk_is_a_storage_error(
     assert line.startswith("harness: ")
     assert line.endswith(": cannot write it: No space left on device")
     assert decision == "harness: job 7 is requeued: requeued 0 times, launch.slurm.max_requeues=20"
-    assert [path.name for path in queue.iterdir()] == ["alive"]
+    assert submitted(queue) == []
+    assert list((queue / "held").iterdir()) == [], "what could not be recorded is cancelled"
 
 
 @pytest.mark.parametrize(("nodes", "min_nodes", "batch"), [(4, 2, 64), (16, 15, 1024), (16, 8, 1024), (16, 1, 130)])
@@ -308,6 +368,7 @@ def test_fewer_nodes_need_not_divide_the_batch(tmp_path: Path, nodes: int, min_n
     ("line", "finished"),
     [
         ("JobId=3 JobState=RUNNING Reason=None ExitCode=0:0", None),
+        ("JobId=3 JobState=REQUEUE_HOLD Reason=launch_failed_requeued_held ExitCode=0:0", None),
         ("JobId=3 JobState=COMPLETING Reason=None ExitCode=75:0", None),
         ("JobId=3 JobState=COMPLETED Reason=None ExitCode=0:0", ("COMPLETED", 0)),
         ("JobId=3 JobState=FAILED Reason=NonZeroExitCode ExitCode=3:0", ("FAILED", 3)),

@@ -342,6 +342,16 @@ def test_a_slurm_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert sweep("launch=slurm") == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("harness: launch: sbatch is not on this machine; ")
     assert not directory.exists()
+    slow = compose_job(config("launch=slurm", "launch.dry_run=true", "launch.slurm.time_minutes=9"), optim__lr="3")
+    first = compose_job(config("launch=slurm", "launch.dry_run=true"), optim__lr="4")
+    assert multirun.run_sweep(directory, [first, slow], []) == 2
+    line = "harness: launch.slurm.time_minutes: is None in job 0 and 9 in job 1, "
+    assert capsys.readouterr().err.splitlines()[-1].startswith(line)
+    assert multirun.run_sweep(directory, [first, compose_job(config(), optim__lr="5")], []) == 2
+    line = "harness: launch: cannot be swept: one launcher starts all jobs of a sweep; give one value"
+    assert capsys.readouterr().err.splitlines()[-1] == line
+    assert multirun.run_sweep(directory, [compose_job(config(), **{"++run__name": "aa"})], []) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("harness: run.name: cannot be swept: ")
     assert sweep("launch.dry_run=true") == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("harness: launch.dry_run: is for launch=slurm; ")
     assert not directory.exists()
