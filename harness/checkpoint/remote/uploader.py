@@ -35,11 +35,12 @@ from harness.core.object_store import StoredObject
 from harness.core.rundir import RunDir, write_atomically
 
 RUN_FILES = (
-    *("mlflow.json", "events.jsonl", "ledger.jsonl", "interventions.jsonl", "config.yaml", "corpus.json"),
+    *("mlflow.json", "wandb.json", "alerts.json"),
+    *("events.jsonl", "ledger.jsonl", "interventions.jsonl", "config.yaml", "corpus.json"),
     *("manifest.json", "rare-tokens.npz", "drill.json"),
 )
-"""What a resume elsewhere needs, and what continues the run in MLflow, in the order in which they are read: what was
-sent is a position in the log, so it is read before the log."""
+"""What a resume elsewhere needs, and what continues the run in MLflow, W&B and its alerts, in the order in which they
+are read: what was sent is a position in the log, so it is read before the log."""
 ID_FILE = "remote.json"
 PIECE_BYTES = 2**23
 """A log grows; only its pieces that are not in the store yet are uploaded."""
