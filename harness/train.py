@@ -76,6 +76,7 @@ def train(run: Run) -> Ending:
     """Train until all steps are done, a stop is requested, or the sentinel halts the run."""
     cfg, parts, state = run.cfg, run.parts, run.state
     ending: Ending | None = None
+    use_planned_precision(parts, parts.ledger.next_batch(state.cursor, state.given_back).position, cfg=cfg)
     measure_held_out(parts, state)
     parts.ring.pin()
     run.profiler.plan(state)

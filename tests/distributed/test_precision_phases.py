@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.events import Action, ActionKind, ChangePlanned, Event, Finding, StepRecord
+from harness.core.events import Action, ActionKind, ChangePlanned, Event, Finding, HeldOutMeasured, StepRecord
 from harness.core.rundir import RunDir
 from tests.distributed.boundary_faults import BOUNDARY, each_fault, run_on_ranks, run_victim_and_twin, split_at_restore
 from tests.distributed.faulty_runs import Fault, RankResult
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.full
 PHASES = "precision.phases=[{from_batch: 2, kind: bf16}, {from_fraction: 0.75, kind: fp8}]"
 OVERRIDES = (
     *("model.num_layers=1", "precision=fp8_emulated", "optim.schedule=constant", "optim.warmup_steps=0"),
-    *("train.num_steps=8", PHASES),
+    *("train.num_steps=8", "checkpoint.every_steps=4", PHASES),
 )
 IN_FP8 = [True, True, False, False, False, False, True, True]
 
@@ -47,6 +47,11 @@ def steps_of(log: list[Event]) -> list[StepRecord]:
     return [event for event in log if isinstance(event, StepRecord)]
 
 
+def measured_at(log: list[Event], step: int) -> list[float]:
+    """The held-out losses of a step."""
+    return [event.loss for event in log if isinstance(event, HeldOutMeasured) and event.step == step]
+
+
 def test_a_run_changes_its_precision_at_the_planned_batches_and_resumes_anywhere(ranks: Pool, tmp_path: Path) -> None:
     whole = run(ranks, tmp_path, "whole")
     fixed = PHASES.replace("from_fraction: 0.75", "from_batch: 6")
@@ -59,6 +64,9 @@ def test_a_run_changes_its_precision_at_the_planned_batches_and_resumes_anywhere
         assert (2, "precision.phases switches to bf16") in planned
         assert (6, "precision.phases switches to fp8") in planned
     assert resumed.weights == whole.weights, "bit for bit"
+    measured = [measured_at(log, 4) for log in (whole.log, resumed.log)]
+    assert len(measured[0]) == 1
+    assert measured[1] == measured[0], "the first held-out check of a start is in the precision of its first step"
     dtype = json.loads(RunDir(tmp_path / "whole").manifest.read_text())["dtype"]
     assert dtype["phases"] == [{"from_batch": 2, "compute": "bf16"}, {"from_batch": 6, "compute": "fp8"}]
 
