@@ -132,6 +132,7 @@ def recover(action: Action, parts: Parts, state: RunState, *, root: Path) -> Out
         state.return_to(restored.state)
         parts.sentinel.rewind(restored.state.sentinel, iteration=restored.state.iteration)
         parts.checkpoints.continue_after_restore(state)
+        parts.loss_scale.adapt()
         parts.update.measure_digest()
         parts.fp8_layers.reset_scale_history()
         parts.check.forget()

@@ -126,6 +126,7 @@ def resume(cfg: Config, parts: Parts, opened: Opened) -> tuple[RunState, list[Ev
     """Load the newest state in memory or on disk, or start from scratch; returns the state and the events to log."""
     loaded = load_state(parts, opened)
     state, snapshot = loaded.state, loaded.snapshot
+    parts.loss_scale.adapt()
     parts.update.measure_digest()
     restore_sentinel(parts, state, opened)
     state.iteration = max(state.iteration, opened.last_iteration)

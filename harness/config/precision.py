@@ -88,7 +88,7 @@ class PrecisionConfig:
     """Number format of the matmuls; master weights, moments and gradient reduction stay fp32."""
     fp8: Fp8Config
     initial_loss_scale: float
-    """fp16 only: loss scale of the first step."""
+    """fp16 only: loss scale of the first step, also of the first in fp16 after another precision."""
     loss_scale_growth_interval: int
     """fp16 only: clean steps after which the loss scale doubles; an overflow halves it at once."""
     phases: list[PrecisionPhase] = field(default_factory=list)

@@ -18,6 +18,8 @@ class LossScale:
     """What the loss is multiplied by before backward; on the device."""
     clean_steps: Tensor
     """Steps since the last overflow or doubling."""
+    initial: float
+    """The scale at the start of a run."""
     growth_interval: int | None
     """None: the scale is constant."""
 
@@ -36,11 +38,26 @@ class LossScale:
         self.clean_steps.copy_(torch.where(grown, 0, clean_steps))
 
 
+    def adapt(self) -> None:
+        """After a restore, on the device: the scale of a state that another precision saved is the initial one.
+
+        In such a state the scale is 1 and no step is counted. A constant scale stays what it is.
+        """
+        if self.growth_interval is None:
+            self.value.fill_(self.initial)
+            self.clean_steps.zero_()
+            return
+        is_foreign = (self.value == 1.0) & (self.clean_steps == 0)
+        self.value.copy_(torch.where(is_foreign, self.initial, self.value))
+
+
 def build_loss_scale(cfg: PrecisionConfig, device: torch.device) -> LossScale:
     """The loss scale at the start of a run."""
     dynamic = cfg.kind is PrecisionKind.fp16
+    initial = cfg.initial_loss_scale if dynamic else 1.0
     return LossScale(
-        value=torch.tensor(cfg.initial_loss_scale if dynamic else 1.0, dtype=torch.float32, device=device),
+        value=torch.tensor(initial, dtype=torch.float32, device=device),
         clean_steps=torch.zeros((), dtype=torch.int64, device=device),
+        initial=initial,
         growth_interval=cfg.loss_scale_growth_interval if dynamic else None,
     )

@@ -126,6 +126,18 @@ def test_a_start_that_is_rejected_after_the_run_was_opened_changes_nothing(ranks
 
 
 @pytest.mark.full
+def test_fp16_begins_with_the_initial_loss_scale_after_another_precision(ranks: Pool, tmp_path: Path) -> None:
+    overrides = ("run.name=changed", "run.resume=changed", "model.num_layers=1", "precision.initial_loss_scale=1024")
+    interval, scales = "precision.loss_scale_growth_interval=3", []
+    for steps, precision in (2, "bf16"), (4, "fp16"), (6, "fp16"), (7, "bf16"), (8, "fp16"):
+        start = *overrides, interval, f"precision={precision}", f"train.num_steps={steps}"
+        (code, records), *_ = ranks.run(1, cases.run, str(tmp_path), *start)
+        assert code == 0
+        scales = [record.loss_scale for record in records]
+    assert scales == [None, None, 1024, 1024, 1024, 2048, None, 1024]
+
+
+@pytest.mark.full
 def test_killed_run_resumes_bit_identically(ranks: Pool, control: StepResults, tmp_path: Path) -> None:
     with launched(tmp_path) as process:
         wait_for_step(tmp_path, 8)

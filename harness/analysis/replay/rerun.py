@@ -185,6 +185,7 @@ def restore(name: str | None, root: Path, parts: Parts, world: World) -> None:
     if found.loaded is None:
         raise ConfigError("", f"{root / name} is damaged: {found.damage[0]}")
     state: RunState = found.loaded.state
+    parts.loss_scale.adapt()
     parts.sentinel.resume(state.sentinel, [])
     set_rate(parts, state)
 
