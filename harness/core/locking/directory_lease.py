@@ -105,8 +105,10 @@ def read_newest(directory: Path) -> SeenLease | None:
         numbers = _numbers(directory)
         if not numbers:
             return None
-        with suppress(FileNotFoundError):  # replaced by a higher number and deleted meanwhile: read again
+        try:
             return _read(directory, max(numbers))
+        except FileNotFoundError:  # replaced by a higher number and deleted meanwhile, or NFS shows an old directory
+            time.sleep(POLL_S)
 
 
 def _numbers(directory: Path) -> list[int]:
