@@ -267,12 +267,16 @@ class NodeGroup:
             self.coordinator, self.address, self.links = link.number, address, {link.number: link}
             self._joined.append(link)
 
-    def coordinate(self, address: str, admit: Callable[[socket.socket], Link | None]) -> None:
-        """Become the coordinator, and admit the launchers that follow."""
+    def admit_followers(self, admit: Callable[[socket.socket], Link | None]) -> None:
+        """Admit the launchers that lost the coordinator too, before this one may take its place."""
         with self.changed:
-            self.coordinator, self.address, self.links = self.number, address, {}
-            self.listener, self.succession, self.admit = self.succession, None, admit
+            self.links, self.listener, self.succession, self.admit = {}, self.succession, None, admit
         self._start_thread(self._admit_later, "node-admission")
+
+    def coordinate(self, address: str) -> None:
+        """Become the coordinator."""
+        with self.changed:
+            self.coordinator, self.address = self.number, address
 
     def report_success(self, exit_code: int = 0) -> None:
         """Send that the ranks of this node ended without an error."""

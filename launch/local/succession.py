@@ -57,11 +57,13 @@ def find_coordinator(group: NodeGroup, hello: Mapping[str, Any], admit: Admit, r
 
 
 def become_coordinator(group: NodeGroup, address: str, host: str, admit: Admit, record: NodeRecord) -> bool:
-    """Take over from the lost coordinator; False if it still writes the run."""
+    """Take over from the lost coordinator; False if it still writes the run.
+
+    This launcher is not the coordinator before it has freed the lease: only the coordinator writes the end of the run.
+    """
     lost = set(group.lost)
-    print(f"harness: {host} coordinates the run from now on", file=sys.stderr, flush=True)
     record.read_again()
-    group.coordinate(address, admit)
+    group.admit_followers(admit)
     expected = set(group.members) - lost - {group.number}
     with ThreadPoolExecutor(max_workers=1) as executor:
         taken = executor.submit(take_over_lease, record.run.path)
@@ -77,4 +79,6 @@ def become_coordinator(group: NodeGroup, address: str, host: str, admit: Admit, 
         except (ConfigError, StorageError) as error:
             print(f"harness: the run cannot be taken over: {error}", file=sys.stderr, flush=True)
             return False
+    group.coordinate(address)
+    print(f"harness: {host} coordinates the run from now on", file=sys.stderr, flush=True)
     return True

@@ -24,7 +24,8 @@ from harness.core.locking.lease_holder import this_process
 
 FOLDER = "lease"
 TAKEOVER_ATTEMPTS = 3
-"""How often a holder that the job has lost may be seen alive before it counts as alive."""
+"""How often a holder that the job has lost may be seen alive before it counts as alive, and how often its lease is read
+before an error of the file system counts."""
 LOOK_ATTEMPTS = 3
 """How often a lease is read before an error of the file system counts."""
 LOOK_PAUSE_S = 1.0
@@ -171,7 +172,9 @@ def take_over_lease(run: Path) -> None:
             if attempt == TAKEOVER_ATTEMPTS:
                 raise in_use_error(run, error) from None
         except OSError as error:
-            raise io_error(directory, "cannot read", error) from None
+            if attempt == TAKEOVER_ATTEMPTS:
+                raise io_error(directory, "cannot read", error) from None
+            time.sleep(LOOK_PAUSE_S)
 
 
 def dead_holder(run: Path) -> str:

@@ -212,6 +212,44 @@ def test_a_slow_process_with_an_old_view_gives_up(tmp_path: Path) -> None:
     held.release()
 
 
+def test_an_old_view_of_the_directory_is_read_again_with_pauses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An NFS client may list a lease for seconds after another machine has replaced it."""
+    abandon_lease(tmp_path, this_process(), number=2)
+    list_numbers, num_calls, begun_s = directory_lease._numbers, 0, time.monotonic()
+
+    def list_late(directory: Path) -> list[int]:
+        nonlocal num_calls
+        num_calls += 1
+        return [3] if time.monotonic() - begun_s < 0.5 else list_numbers(directory)
+
+    monkeypatch.setattr(directory_lease, "_numbers", list_late)
+    seen = directory_lease.read_newest(tmp_path)
+    assert seen is not None
+    assert seen.number == 2
+    assert num_calls < 10
+
+
+def test_a_take_over_reads_the_lease_again_after_an_io_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    abandon_lease(tmp_path / run_lease.FOLDER, holder_on_other_machine())
+    read_newest, errors = directory_lease.read_newest, [errno.ESTALE, errno.EIO]
+
+    def fail_first(directory: Path) -> SeenLease | None:
+        if errors:
+            raise OSError(number := errors.pop(), os.strerror(number))
+        return read_newest(directory)
+
+    monkeypatch.setattr(directory_lease, "read_newest", fail_first)
+    monkeypatch.setattr(run_lease, "LOOK_PAUSE_S", 0.01)
+    assert not run_lease.is_in_use(tmp_path)
+    errors += [errno.ESTALE, errno.EIO]
+    run_lease.take_over_lease(tmp_path)
+    seen = read_newest(tmp_path / run_lease.FOLDER)
+    assert seen is not None
+    assert (seen.number, seen.released) == (2, True)
+
+
 def test_scratch_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     (tmp_path / "new-0123").touch()
     acquire(tmp_path).release()

@@ -179,8 +179,10 @@ def test_a_coordinator_that_still_writes_the_run_is_not_replaced(
     (decision,) = hosts.agree(hosts.history(), second)
     lease.release()
     assert decision == RestartDecision(False, "")
-    error = f"the run cannot be taken over: run.name: {run.path} is in use by pid {os.getpid()} "
-    assert error in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert f"the run cannot be taken over: run.name: {run.path} is in use by pid {os.getpid()} " in err
+    assert "coordinates the run from now on" not in err
+    assert not second.is_coordinator, "it must not write the end of the run"
     assert restarted(run) == []
     assert spare.node_rank == SPARE
 
