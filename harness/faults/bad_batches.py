@@ -120,6 +120,8 @@ def changed_rows(
     if fault.kind in (FaultKind.duplicate_batch, FaultKind.repeated_batch):
         require(fault.at > 0, "drill.fault.at", f"must be at least 1 for {fault.kind}, which repeats the batch before")
         before = list(zip(*batches.samples(fault.at - 1), strict=True))
+        sizes = f"batch {index} has {len(samples)} sequences and batch {fault.at - 1}, which it repeats, {len(before)}"
+        require(len(samples) == len(before), "drill.fault.at", f"{sizes}; choose a place where the size stays the same")
         given = [_read(batches.sources[before[row][0]], int(before[row][1])) for row in own]
     elif fault.kind is FaultKind.data_shift:
         own = [row for row in own if fault.rng(seed, index, row).random() < fault.factor]

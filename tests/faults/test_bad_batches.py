@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -84,6 +85,15 @@ def test_a_repeated_batch_has_the_fingerprint_of_the_first() -> None:
     assert prints[4] != prints[0]
     with pytest.raises(ConfigError, match=r"drill\.fault\.at: must be at least 1"):
         corrupted(Fault(kind=FaultKind.duplicate_batch, at=0))
+
+
+@pytest.mark.parametrize(("at", "duration", "larger"), [(AT, 1, AT), (AT - 1, 2, AT)])
+def test_a_batch_repeats_only_one_of_its_size(at: int, duration: int, larger: int) -> None:
+    warmup = f"train.batch_size_warmup=[{{until_batch: {AT}, batch_size: 4}}]"
+    line = f"drill.fault.at: batch {larger} has 8 sequences and batch {at - 1}, which it repeats, 4; choose a place "
+    with pytest.raises(ConfigError, match=re.escape(line)):
+        corrupted(Fault(kind=FaultKind.repeated_batch, at=at, duration=duration), warmup)
+    corrupted(Fault(kind=FaultKind.repeated_batch, at=AT + 1, duration=3), warmup)
 
 
 def test_drawn_tokens_depend_only_on_the_seed() -> None:
