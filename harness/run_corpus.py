@@ -65,17 +65,23 @@ class RunData(NamedTuple):
     record: DataRecord
     changes: dict[str, Any]
     """Admitted changes since the last start: config key -> [old, new]."""
+    kept_batches: int | None = None
+    """The order of this many batches stays, that of later ones changes with this start; None: nothing changes."""
 
 
 class Progress(NamedTuple):
     """How far the run has come, in batches."""
 
-    resumes_at: int
-    """The cursor of the newest checkpoint."""
+    consumed: int
+    """The first batch that no checkpoint has consumed; 0 if there is no checkpoint. It is not the newest checkpoint
+    that decides: the load falls back to an older one if that is damaged."""
     excluded: int
     """The first batch after all exclusions."""
-    furthest: int
-    """The first batch that no checkpoint has consumed and no exclusion contains; 0 if there is no checkpoint."""
+
+    @property
+    def kept(self) -> int:
+        """The first batch that no checkpoint has consumed and no exclusion contains."""
+        return max(self.consumed, self.excluded)
 
 
 def resolve_run_data(cfg: Config, *, world: World) -> RunData:
@@ -96,7 +102,7 @@ def resolve_run_data(cfg: Config, *, world: World) -> RunData:
         name: with_probes(name, source, [next(probes) for _ in source.files])
         for name, source in planned.record.sources.items()
     }
-    return RunData(replace(planned.record, sources=sources), planned.changes)
+    return planned._replace(record=replace(planned.record, sources=sources))
 
 
 def recorded_data(cfg: Config, run: RunDir) -> DataRecord:
@@ -123,13 +129,13 @@ def plan_data(cfg: Config) -> RunData:
         recorded = replace(now, sizes=(BatchSize(0, batch_size),))
     compared = compare_files(recorded, now)
     changes = {f"data.sources.{name}.files": each.before_after for name, each in compared.items() if each.changed}
-    progress = Progress(0, 0, 0)
+    progress = Progress(0, 0)
     if cfg.run.resume is not ResumePolicy.changed:
         refuse_unasked(compared)
     else:
         progress = progress_of(run)
-        if progress.furthest == 0:  # no checkpoint: the run starts again, so nothing was seen yet
-            return RunData(now, changes)
+        if progress.kept == 0:  # no checkpoint: the run starts again, so nothing was seen yet
+            return RunData(now, changes, kept_batches=0)
     refuse_other_windows(cfg, run, settings, progress)
     refuse_other_text(recorded, now)
     refuse_broken(compared)
@@ -138,15 +144,24 @@ def plan_data(cfg: Config) -> RunData:
     record = DataRecord(sizes=admit_sizes(cfg, settings, recorded, progress), sources=kept)
     for name, each in compared.items():
         if each.num_added:
-            record = add_files(cfg, run, record, name, each, from_batch=progress.furthest)
-    return RunData(record, changes)
+            record = add_files(cfg, run, record, name, each, from_batch=progress.kept)
+    changes_order = record.sizes != recorded.sizes or any(key.startswith("data.") for key in (*changes, *settings))
+    return RunData(record, changes, progress.kept if changes_order else None)
+
+
+def require_planned(data: RunData, cursor: int) -> None:
+    """Reject a state that has consumed batches whose order changes with this start. No checkpoint was that far when
+    the start was planned: another process that was about to end has saved one since."""
+    kept = cursor if data.kept_batches is None else data.kept_batches
+    message = f"the run resumes at batch {cursor}, but the order of the batches from {kept} on changes with this start"
+    require(cursor <= kept, "run.resume", f"{message}, which found no checkpoint beyond; rerun the same command")
 
 
 def require_same_windows(cfg: Config, run: RunDir) -> None:
     """Reject what `plan_data` rejects by the config and the run directory alone. For a launcher that accepts a changed
     config before the ranks compare it, on a machine that need not have the corpus."""
     progress = progress_of(run)
-    if progress.furthest and read_record(run.corpus) is not None:
+    if progress.kept and read_record(run.corpus) is not None:
         refuse_other_windows(cfg, run, rundir.differences(cfg, run), progress)
 
 
@@ -159,7 +174,7 @@ def require_enough_rows(cfg: Config, record: DataRecord, *, num_data_ranks: int)
     run = rundir.locate(cfg)
     if len(record.sizes) == 1 or min(size.batch_size for size in record.sizes) >= num_data_ranks:
         return
-    cursor = progress_of(run).resumes_at if rundir.has_begun(run) else 0
+    cursor = progress_of(run).consumed if rundir.has_begun(run) else 0
     size = BatchSizes(record.sizes).smallest_from(cursor)
     message = f"batches from {cursor} on have the size of an earlier start, {size} sequences for {num_data_ranks}"
     require(size >= num_data_ranks, "train.batch_size", f"{message} ranks; use fewer ranks until they are consumed")
@@ -230,7 +245,7 @@ def refuse_other_windows(cfg: Config, run: RunDir, settings: dict[str, tuple[Any
     """Reject changes of the config with which other samples would lie in the batches that were seen or held out."""
     refuse_fixed(settings)
     refuse_other_sequence(cfg, run)
-    refuse_other_order(cfg, run, settings, before_batch=max(progress.resumes_at, progress.excluded))
+    refuse_other_order(cfg, run, settings, before_batch=progress.kept)
 
 
 def refuse_fixed(settings: dict[str, tuple[Any, Any]]) -> None:
@@ -296,10 +311,10 @@ def shares_before(cfg: Config, amendments: Sequence[Change], batch: int) -> list
 def admit_sizes(
     cfg: Config, settings: dict[str, tuple[Any, Any]], recorded: DataRecord, progress: Progress
 ) -> tuple[BatchSize, ...]:
-    """Add new batch sizes to those of the run; they apply from the batch where the run resumes.
+    """Add new batch sizes to those of the run; they apply from the first batch that no checkpoint has consumed.
 
     If later batches are excluded, they apply after them, so that those stay excluded sample for sample. A stage of a
-    new warm-up keeps its batch indices: what lies before the resumed batch stays as it was.
+    new warm-up keeps its batch indices: what lies before that batch stays as it was.
     """
     then, now = recorded.sizes[-1].batch_size, cfg.train.batch_size
     is_other_warmup = any(key.startswith("train.batch_size_warmup") for key in settings)
@@ -309,8 +324,7 @@ def admit_sizes(
     require(cfg.run.resume is ResumePolicy.changed, "train.batch_size", f"{message}; run.resume=changed admits it")
     limited = f"{message}, but the limits of data.stratify hold for batches of one size; keep it, {NEW_RUN}"
     require(cfg.data.stratify.rare_below == 0, "train.batch_size", limited)
-    from_batch = max(progress.resumes_at, progress.excluded)
-    return replace_batch_sizes(recorded.sizes, configured_sizes(cfg), from_batch=from_batch)
+    return replace_batch_sizes(recorded.sizes, configured_sizes(cfg), from_batch=progress.kept)
 
 
 def with_probes(name: str, source: SourceRecord, probes: Sequence[str]) -> SourceRecord:
@@ -327,12 +341,9 @@ def with_probes(name: str, source: SourceRecord, probes: Sequence[str]) -> Sourc
 
 
 def progress_of(run: RunDir) -> Progress:
-    """Read from checkpoints and ledger how far the run has come."""
-    cursors = [
-        catalog.cursor_of(each.path)
-        for each in catalog.list_checkpoints(run.checkpoints)
-        if each.health is not catalog.Health.tainted
-    ]
+    """Read from checkpoints and ledger how far the run has come. Damaged and tainted checkpoints are never loaded."""
+    saved = [each for each in catalog.list_checkpoints(run.checkpoints) if each.health is not catalog.Health.tainted]
+    cursors = [cursor for each in saved if (cursor := catalog.cursor_of(each.path)) is not None]
     entries = Ledger.load(run.ledger, writer=False)
     excluded = max((entry.last + 1 for entry in entries if isinstance(entry, Exclusion)), default=0)
-    return Progress(cursors[-1] if cursors else 0, excluded, max([0, excluded, *cursors]))
+    return Progress(max(cursors, default=0), excluded)

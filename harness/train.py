@@ -52,7 +52,7 @@ from harness.recovery import run_actions
 from harness.remote_resume import restore_remote_run
 from harness.resume import Opened, accept_config, clear_old_stop_file, find_data_change, open_run, resume
 from harness.run import Ending, Run
-from harness.run_corpus import RunData, resolve_run_data
+from harness.run_corpus import RunData, require_planned, resolve_run_data
 from harness.sentinel.device.step_report import HostFacts
 from harness.start_check import check_determinism
 from harness.step import (
@@ -356,6 +356,7 @@ def train_opened_run(
     ):
         run_on_rank_zero(lambda: write_manifest(directory, run_manifest(cfg, parts, settings)))
         state, events = resume(cfg, parts, opened)
+        require_planned(data, state.cursor)
         if settings.is_on and state.step < cfg.train.num_steps:
             line = check_determinism(parts, state, cfg=cfg)
             if world.is_first:

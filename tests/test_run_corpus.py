@@ -18,7 +18,7 @@ from harness.core.batch_sizes import BatchSize
 from harness.data.corpus.corpus_record import DataRecord, read_record, render_record
 from harness.data.order.ledger import Ledger
 from harness.data.sources import RecordedData, open_data, read_recorded_data
-from harness.run_corpus import RunData, plan_data, recorded_data, with_probes
+from harness.run_corpus import RunData, plan_data, recorded_data, require_planned, with_probes
 from tests.composed import load
 from tests.data.token_files import write_pair
 
@@ -184,6 +184,30 @@ def test_another_batch_size_continues_the_same_order(shards: Path) -> None:
         "5 batches of 8 and 12 of 10, in the same order"
     )
     assert_refused(cfg, r"run\.name: .*train\.batch_size was 10, is 8")
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "older"])
+def test_a_damaged_checkpoint_moves_no_batch(shards: Path, damage: str) -> None:
+    """The load falls back from a damaged checkpoint to one that is further back, or further on."""
+    run = start_run(config(shards), cursor=5)
+    write_checkpoint(run, 9)
+    newest = run.checkpoints / "step-00000009-gen-0" / STATE_FILE
+    if damage == "missing":
+        newest.unlink()
+    elif damage == "cut":
+        newest.write_text(newest.read_text()[:7])
+    else:
+        newest.parent.rename(newest.parent.with_name("step-00000009-gen-1"))
+        write_checkpoint(run, 12)
+    first = 12 if damage == "older" else 5
+    larger = config(shards, "train.batch_size=16", "run.resume=changed")
+    data = plan_data(larger)
+    assert data.record.sizes == (BatchSize(0, 8), BatchSize(first, 16))
+    require_planned(data, first)
+    line = f"^run.resume: the run resumes at batch {first + 1}, but the order of the batches from {first} on changes"
+    with pytest.raises(ConfigError, match=line):
+        require_planned(data, first + 1)
+    require_planned(plan_data(config(shards, "run.resume=changed", "optim.lr=1e-5")), first + 1)
 
 
 def test_excluded_samples_stay_excluded_with_another_batch_size(shards: Path) -> None:

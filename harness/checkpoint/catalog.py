@@ -102,15 +102,21 @@ def list_checkpoints(root: Path) -> list[Checkpoint]:
     return sorted(found, key=lambda checkpoint: checkpoint.age)
 
 
-def cursor_of(path: Path) -> int:
-    """The next batch of the run at a checkpoint; 0 if its state cannot be parsed, which loading reports later."""
+def cursor_of(path: Path) -> int | None:
+    """The next batch of the run at a checkpoint; None if its state is missing or cannot be parsed, so that no load
+    accepts it."""
     file = path / STATE_FILE
     try:
-        return int(json.loads(file.read_text(encoding="utf-8"))["cursor"])
+        cursor = json.loads(file.read_text(encoding="utf-8"))["cursor"]
+    except FileNotFoundError as error:
+        if not os.path.isdir(path):  # noqa: PTH112 -- the mount or the checkpoint is gone; `Path.is_dir` may raise
+            raise storage_error(file, error) from None
+        return None
     except OSError as error:
-        raise StorageError(error.errno, f"cannot be read: {error.strerror}", str(file)) from None
-    except (ValueError, KeyError, TypeError):
-        return 0
+        raise storage_error(file, error) from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return cursor if isinstance(cursor, int) else None
 
 
 def list_damaged(root: Path) -> list[Path]:
@@ -161,7 +167,12 @@ def read_health(path: Path) -> Health:
 
 def mark(path: Path, health: Health, reason: str) -> None:
     """Record the health of a checkpoint, and why."""
-    write_atomically(path / HEALTH, json.dumps({"health": health, "reason": reason, "time": time.time()}))
+    write_atomically(path / HEALTH, health_text(health, reason, time_s=time.time()))
+
+
+def health_text(health: Health, reason: str, *, time_s: float) -> str:
+    """Content of a health file."""
+    return json.dumps({"health": health, "reason": reason, "time": time_s})
 
 
 def request_hold(root: Path, checkpoints: Sequence[Checkpoint], *, now: float) -> None:

@@ -123,8 +123,8 @@ def _check_target(run: RunDir, order: Rollback) -> None:
     targets = untainted_checkpoints(run, to_step)
     message = f"{run.path} has no checkpoint at or before step {to_step} that is not tainted; {listed}"
     require(bool(targets), "rollback", message)
-    if order.exclude:
-        first, cursor = order.exclude[0], catalog.cursor_of(targets[0].path)
+    if order.exclude and (cursor := catalog.cursor_of(targets[0].path)) is not None:
+        first = order.exclude[0]
         message = f"{targets[0].name} was trained on batches up to {cursor - 1}, and batch {first} is to be excluded"
         require(first >= cursor, "rollback", f"{message}; choose an earlier --to; {listed}")
 

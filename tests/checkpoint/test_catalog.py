@@ -249,6 +249,23 @@ def test_unreadable_health_is_unread_and_missing_health_is_candidate(tmp_path: P
     assert catalog.health_of(tmp_path / "gone") is Health.unread, "the mount may be gone"
 
 
+def test_a_state_without_a_cursor_is_damage_and_one_that_cannot_be_read_is_not(tmp_path: Path) -> None:
+    path = make(tmp_path, name_of(10, 0))
+    state = path / catalog.STATE_FILE
+    content = b'{"step": 10, "cursor": 12}'
+    state.write_bytes(content)
+    assert catalog.cursor_of(path) == 12
+    for odd in (content[:20], b"", bytes(26), b"[]", b'{"step": 10}', b'{"cursor": "12"}', b"\xff", b"[" * 100_000):
+        state.write_bytes(odd)
+        assert catalog.cursor_of(path) is None
+    state.unlink()
+    assert catalog.cursor_of(path) is None
+    state.mkdir()
+    for unread in (path, tmp_path / "gone"):
+        with pytest.raises(StorageError, match=r"state\.json: cannot be read on "):
+            catalog.cursor_of(unread)
+
+
 def test_directory_that_cannot_be_listed_raises(tmp_path: Path) -> None:
     assert not catalog.list_checkpoints(tmp_path / "nowhere")
     assert not catalog.list_damaged(tmp_path / "nowhere")

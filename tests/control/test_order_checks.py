@@ -161,6 +161,8 @@ def test_a_rollback_excludes_only_what_its_checkpoint_has_not_read(run: RunDir) 
         " choose an earlier --to; checkpoints: step 60 (candidate), step 30 (candidate)"
     )
     check_order(run, Rollback(to_step=59, exclude=(65, 70)))
+    (run.checkpoints / "step-00000060-gen-0" / catalog.STATE_FILE).write_text('{"step": 60, "cur')
+    check_order(run, Rollback(to_step=70, exclude=(65, 70)))
 
 
 def test_the_next_batch_is_known_from_the_log(run: RunDir) -> None:

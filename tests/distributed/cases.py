@@ -468,6 +468,21 @@ def start_run(directory: str, *overrides: str) -> StartResult:
     )
 
 
+def start_run_beside(directory: str, name: str, *overrides: str) -> StartResult:
+    """As `start_run`, while another process publishes a checkpoint after the data of this start is planned."""
+    cfg = tiny(*overrides, directory=directory)
+    checkpoints = rundir.locate(cfg).checkpoints
+    open_run = train.open_run
+
+    def publish_and_open(*args: Any) -> Any:
+        (checkpoints / "later").rename(checkpoints / name)
+        return open_run(*args)
+
+    (checkpoints / name).rename(checkpoints / "later")
+    with patch.object(train, "open_run", publish_and_open):
+        return start_run(directory, *overrides)
+
+
 def start_run_per_host(directory: str, places: list[tuple[str, str]], *overrides: str) -> StartResult:
     """As `start_run`, with a working directory and a host name per rank, as on machines with separate disks."""
     place, host = places[int(os.environ["RANK"])]

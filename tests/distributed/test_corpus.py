@@ -153,6 +153,34 @@ def test_added_files_and_another_batch_size_repeat_nothing_and_skip_nothing(rank
     assert changes[1]["train.batch_size"] == [4, 6]
 
 
+@pytest.mark.parametrize("damaged", ["state.json", "__0_0.distcp"])
+def test_another_batch_size_after_a_fallback_repeats_and_skips_nothing(ranks: Pool, corpus: Path, damaged: str) -> None:
+    """The newest checkpoint is found damaged; the run resumes from the one before."""
+    (first,) = start(ranks, corpus, "train.num_steps=10")
+    newest = corpus.parent / "a" / "checkpoints" / "step-00000010-gen-0"
+    (newest / damaged).write_bytes((newest / damaged).read_bytes()[:40])
+    (second,) = start(ranks, corpus, "train.num_steps=15", "train.batch_size=8", "run.resume=changed")
+    assert (second.problem, second.cursors) == ("", [*range(10), *range(5, 15)])
+    assert newest.with_name(f"{newest.name}.damaged").is_dir()
+    seen = first.windows[: 5 * 4] + second.windows
+    assert seen[: 10 * 4] == first.windows, "the order of the samples stays, whatever the size of their batches"
+    changes_at = 5 if damaged == "state.json" else 10
+    assert len(seen) == len(set(seen)) == changes_at * 4 + (15 - changes_at) * 8
+
+
+def test_a_checkpoint_that_another_process_has_saved_meanwhile_stops_a_start_that_changes_the_order(
+    ranks: Pool, corpus: Path
+) -> None:
+    start(ranks, corpus, "train.num_steps=10")
+    run = corpus.parent / "a"
+    before = [path.read_bytes() for path in (run / "config.yaml", run / "corpus.json")]
+    paths = f"data.sources.main.paths=[{corpus}/*.bin]"
+    overrides = (*STEPS, paths, "train.num_steps=15", "train.batch_size=8", "run.resume=changed")
+    (late,) = ranks.run(1, cases.start_run_beside, str(corpus.parent), "step-00000010-gen-0", *overrides)
+    assert late.problem.startswith("run.resume: the run resumes at batch 10, but the order of the batches from 5 on")
+    assert [path.read_bytes() for path in (run / "config.yaml", run / "corpus.json")] == before
+
+
 def put_bad_id_into_batch(corpus: Path, number: int, *, row: int) -> str:
     """Write an id above the vocabulary into one row of a global batch; returns the error that names it."""
     cfg = cases.tiny(*STEPS, f"data.sources.main.paths=[{corpus}/*.bin]", directory=str(corpus.parent))
