@@ -2,12 +2,13 @@
 
 Why: most broken nodes are visible before anything is computed.
 How: `collect_facts` asks nvidia-smi and the kernel; `check_facts` is a pure function of what they say. A problem of the
-node itself blames it. A full disk may be shared by all nodes, and blames none. A node may have more GPUs than the run
-uses: those may be occupied by others.
+node itself blames it. A full disk, a quota or an I/O error may be that of the storage that all nodes share, and blames
+none. A node may have more GPUs than the run uses: those may be occupied by others.
 """
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
@@ -21,6 +22,7 @@ from typing import final
 
 from harness.config.parallel import DeviceKind
 from harness.config.schema import Config
+from harness.core.locking.run_lease import STORAGE_ERRORS
 from launch.slurm.node_exclusion import HealthProblem
 
 GIGABYTE = 1e9
@@ -67,8 +69,8 @@ class NodeFacts:
     """Errors that the driver reported within the last hour."""
     free_host_bytes: float
     free_disk_bytes: float
-    is_writable: bool
-    """Whether this node can write to the run directory."""
+    write_error: int = 0
+    """Error number of a write to the run directory; 0: this node can write there."""
     visible: str | None = None
     """The GPUs that the run uses, as in CUDA_VISIBLE_DEVICES; None: all."""
 
@@ -91,8 +93,8 @@ def find_faults(facts: NodeFacts, num_devices: int | None) -> list[str]:
     if broken := sorted(BROKEN_XIDS.intersection(facts.xids)):
         faults.append(f"the driver reported Xid {', '.join(map(str, broken))} within the last hour")
     faults += check_free_bytes("host memory", facts.free_host_bytes, MIN_HOST_BYTES)
-    if not facts.is_writable:
-        faults.append("the run directory cannot be written")
+    if facts.write_error and facts.write_error not in STORAGE_ERRORS:
+        faults.append(describe_write_error(facts))
     return faults
 
 
@@ -113,9 +115,15 @@ def check_free_bytes(what: str, free_bytes: float, min_bytes: float) -> list[str
 
 def check_facts(node: str, facts: NodeFacts, num_devices: int | None) -> list[HealthProblem]:
     """Problems of one node, and of the disk that all nodes share."""
-    full = check_free_bytes("disk in the run directory", facts.free_disk_bytes, MIN_DISK_BYTES)
     own = [HealthProblem(node, text) for text in find_faults(facts, num_devices)]
-    return own + [HealthProblem(node, text, blames=False) for text in full]
+    shared = check_free_bytes("disk in the run directory", facts.free_disk_bytes, MIN_DISK_BYTES)
+    if facts.write_error in STORAGE_ERRORS:
+        shared.append(describe_write_error(facts))
+    return own + [HealthProblem(node, text, blames=False) for text in shared]
+
+
+def describe_write_error(facts: NodeFacts) -> str:
+    return f"the run directory cannot be written: {os.strerror(facts.write_error)}"
 
 
 def num_required_devices(cfg: Config) -> int | None:
@@ -152,7 +160,7 @@ def collect_facts(directory: Path, marker: Path, visible: str | None) -> NodeFac
         xids=parse_xids(run_tool("dmesg"), read_uptime_s()),
         free_host_bytes=free_host_bytes(Path("/proc/meminfo").read_text(encoding="utf-8")),
         free_disk_bytes=shutil.disk_usage(directory).free,
-        is_writable=write_marker(marker),
+        write_error=write_marker(marker),
         visible=visible,
     )
 
@@ -200,10 +208,10 @@ def free_host_bytes(meminfo: str) -> float:
     return float(match[1]) * 1024 if match else float("inf")
 
 
-def write_marker(path: Path) -> bool:
-    """Whether a file can be written; it stays until the next check, for the other nodes to find."""
+def write_marker(path: Path) -> int:
+    """Write a file, which stays until the next check, for the other nodes to find; returns the error number, or 0."""
     try:
         path.write_text(f"{time.time()}\n", encoding="utf-8")
-    except OSError:
-        return False
-    return True
+    except OSError as error:
+        return error.errno or errno.EIO
+    return 0

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from harness.config.parallel import DeviceKind
+from harness.core.rundir import RunDir
 from launch.health import node_facts
+from launch.health.node_check import check_facts_here
 from tests import composed
 from tests.distributed.cases import TINY
+from tests.full_disk import fill, may_mount, small_disk
 
 HEALTHY = node_facts.NodeFacts(
     devices=tuple(
@@ -20,7 +26,6 @@ HEALTHY = node_facts.NodeFacts(
     xids=(31,),
     free_host_bytes=1e12,
     free_disk_bytes=1e12,
-    is_writable=True,
 )
 
 
@@ -35,7 +40,7 @@ def test_faults_of_a_node() -> None:
         ),
         (replace(HEALTHY, xids=(31, 79)), ["the driver reported Xid 79 within the last hour"]),
         (replace(HEALTHY, free_host_bytes=1e9), ["host memory: 1.0 GB free, at least 2 needed"]),
-        (replace(HEALTHY, is_writable=False), ["the run directory cannot be written"]),
+        (replace(HEALTHY, write_error=errno.EROFS), ["the run directory cannot be written: Read-only file system"]),
     ]
     for facts, expected in cases:
         assert node_facts.find_faults(facts, 2) == expected
@@ -50,6 +55,19 @@ def test_a_full_disk_blames_no_node() -> None:
         "harness: health: seen from node n1: disk in the run directory: 0.1 GB free, at least 2 needed",
     ]
     assert node_facts.check_facts("n1", replace(HEALTHY, free_disk_bytes=2e9, free_host_bytes=2e9), 2) == []
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE):
+        (problem,) = node_facts.check_facts("n1", replace(HEALTHY, write_error=number), 2)
+        assert (problem.blames, problem.text) == (False, f"the run directory cannot be written: {os.strerror(number)}")
+
+
+@pytest.mark.skipif(not may_mount(), reason="needs the right to mount")
+def test_a_disk_without_room_for_one_file_blames_no_node(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        fill(disk)
+        full, cannot_write = check_facts_here(composed.load(TINY), RunDir(disk))
+    assert not full.blames
+    assert full.text.startswith("disk in the run directory: 0.0 GB free")
+    assert (cannot_write.blames, cannot_write.text[-24:]) == (False, " No space left on device")
 
 
 def test_parse_the_output_of_nvidia_smi_dmesg_and_meminfo() -> None:
