@@ -37,7 +37,9 @@ from harness.distributed.shards import local
 from harness.distributed.torch_private import chunk_cat
 from harness.distributed.world import World, connect
 from harness.faults.site import intercept
+from harness.resume import Opened, open_run
 from harness.run import Ending, Run
+from harness.run_corpus import RunData
 from harness.step import finish_step, forward_backward, loss_sums
 from tests.composed import load
 from tests.no_sync import host_syncs_fail
@@ -472,14 +474,13 @@ def start_run_beside(directory: str, name: str, *overrides: str) -> StartResult:
     """As `start_run`, while another process publishes a checkpoint after the data of this start is planned."""
     cfg = tiny(*overrides, directory=directory)
     checkpoints = rundir.locate(cfg).checkpoints
-    open_run = train.open_run
 
-    def publish_and_open(*args: Any) -> Any:
+    def publish_and_open(cfg: Config, data: RunData) -> Opened:
         (checkpoints / "later").rename(checkpoints / name)
-        return open_run(*args)
+        return open_run(cfg, data)
 
     (checkpoints / name).rename(checkpoints / "later")
-    with patch.object(train, "open_run", publish_and_open):
+    with patch("harness.train.open_run", publish_and_open):
         return start_run(directory, *overrides)
 
 
