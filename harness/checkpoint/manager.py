@@ -28,6 +28,7 @@ from harness.checkpoint.io_retry import IoRetry, StopCheck
 from harness.checkpoint.ring import Ring
 from harness.checkpoint.ring_cost import rollback_cost
 from harness.checkpoint.slot import Slot
+from harness.checkpoint.taint_log import Taint, record_taint
 from harness.checkpoint.writer_thread import WriterThread
 from harness.config.errors import StorageError
 from harness.config.schema import Config
@@ -220,15 +221,19 @@ class CheckpointManager:
 
     def _taint(self, iteration: int, reason: str) -> None:
         """On rank 0. Reads the iteration of every checkpoint before it taints any; `StorageError` if one cannot be
-        read."""
+        read. The taint log is for their copies in an object store."""
 
         def find() -> list[Checkpoint]:
             saved = catalog.list_checkpoints(self._root)
             found = [(checkpoint, self._iteration_of(checkpoint, strict=True)) for checkpoint in saved]
             return [checkpoint for checkpoint, taken in found if taken is not None and taken > iteration]
 
-        for checkpoint in self._rank_zero_retry().call(find):
+        undone = self._rank_zero_retry().call(find)
+        for checkpoint in undone:
             catalog.mark(checkpoint.path, Health.tainted, reason)
+        if undone:
+            newest = max(checkpoint.generation for checkpoint in undone)
+            record_taint(self._root, Taint(iteration, newest, reason, time.time()))
 
     def _iteration_of(self, checkpoint: Checkpoint, *, strict: bool) -> int | None:
         """The iteration a checkpoint was taken after. None if a resume would reject it anyway (damaged manifest, other

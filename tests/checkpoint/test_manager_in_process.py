@@ -19,6 +19,7 @@ from harness.checkpoint.catalog import Health, name_of
 from harness.checkpoint.manager import CheckpointManager
 from harness.checkpoint.ring import Ring
 from harness.checkpoint.ring_cost import rollback_cost
+from harness.checkpoint.taint_log import read_taints
 from harness.core.events import CheckpointFailed, CheckpointJudged, CheckpointSaved, Event, ReducedRecord
 from harness.core.state import RunState
 from harness.distributed.world import World
@@ -424,6 +425,8 @@ def test_later_checkpoints_are_tainted(five: Played, world: World) -> None:
         10: Health.candidate,
     }, "a damaged manifest is rejected anyway"
     assert json.loads((five.root / name_of(8, 0) / catalog.HEALTH).read_text())["reason"] == "a test"
+    checkpoints.taint_since(10, "a rewind that undoes no checkpoint")
+    assert [taint[:3] for taint in read_taints(five.root)] == [(4, 0, "a test")]
 
 
 def test_discard_after_drops_pending_save_and_later_snapshots(tmp_path: Path, world: World) -> None:

@@ -16,88 +16,37 @@ from typing import Any
 
 import pytest
 
-from harness.checkpoint import catalog, integrity
+from harness.checkpoint import catalog
 from harness.checkpoint.catalog import Health
-from harness.checkpoint.integrity import Damaged, Manifest
+from harness.checkpoint.integrity import Damaged
 from harness.checkpoint.remote.__main__ import upload_until_end
-from harness.checkpoint.remote.remote_run import RemoteRun, open_remote_run
 from harness.checkpoint.remote.upload_process import UPLOAD_LOG, UploadProcess
 from harness.checkpoint.remote.uploader import PINNED, Uploader
-from harness.config.checkpoint import CheckpointConfig, CheckpointRemoteConfig
-from harness.config.compose import read, to_yaml
 from harness.config.errors import ConfigError, StorageError
 from harness.core import processes
-from harness.core.locking import run_lease
 from harness.core.object_store import ObjectStore
 from harness.core.rundir import RunDir
-from harness.remote_resume import open_store, restore_from_store
-from tests.composed import load
+from tests.checkpoint.remote_runs import (
+    FILE_BYTES,
+    make_run,
+    remote_of,
+    restore,
+    save,
+    settings,
+    stored,
+    upload,
+)
 from tests.object_stores import BUCKET, StoreServer, ignore_open_connections, s3_only, server_fixture
 
 pytestmark = [pytest.mark.full, ignore_open_connections]
-
-FILE_BYTES = 2**20
 
 server = server_fixture()
 
 
 @pytest.fixture
 def run(server: StoreServer, tmp_path: Path) -> RunDir:
-    """A run directory with a log; its name is unique, and so is its place in the store."""
-    run = RunDir(tmp_path / tmp_path.name)
-    run.checkpoints.mkdir(parents=True)
-    run.logs.mkdir()
-    url = server.url("runs")
-    overrides = [f"checkpoint.remote.url={url}", "checkpoint.remote.keep=2", "checkpoint.remote.exit_wait_s=60"]
-    run.config.write_text(to_yaml(load(overrides)))
-    run.events.write_text('{"event":"run_started"}\n{"event":"step"}\n{"event":"half')
-    run.ledger.write_text("")
-    return run
-
-
-def settings(run: RunDir) -> CheckpointConfig:
-    return read(run.config).checkpoint
-
-
-def save(run: RunDir, step: int, *, num_files: int = 3) -> str:
-    """A checkpoint as `saver.write` leaves it."""
-    name = catalog.name_of(step, 0)
-    scratch = catalog.scratch_path(run.checkpoints, name)
-    scratch.mkdir()
-    names = [f"__{number}_0.distcp" for number in range(num_files)] + [".metadata", "state.json"]
-    for file in names:
-        (scratch / file).write_bytes(os.urandom(FILE_BYTES - 1) + b".")
-    manifest = Manifest(
-        step=step,
-        generation=0,
-        iteration=step,
-        tokens=step,
-        time=time.time(),
-        world_size=num_files,
-        files=integrity.hash_files(scratch, names),
-    )
-    integrity.write_checkpoint_manifest(scratch, manifest)
-    catalog.publish(scratch, run.checkpoints / name)
-    return name
-
-
-def remote_of(run: RunDir) -> RemoteRun:
-    url = settings(run).remote.url
-    assert url is not None
-    return open_remote_run(url, run.path.name, retry_s=10)
-
-
-def upload(run: RunDir) -> list[str]:
-    return list(Uploader(run, remote_of(run), settings(run)).upload_due(last=True))
-
-
-def restore(run: RunDir, cfg: CheckpointRemoteConfig) -> None:
-    with run_lease.holding():
-        restore_from_store(run, open_store(run, cfg), lease_s=1.0)
-
-
-def stored(run: RunDir) -> list[tuple[str, str]]:
-    return [(each.name, each.health.value) for each in remote_of(run).list_checkpoints()]
+    """Its name is unique, and so is its place in the store."""
+    return make_run(tmp_path / tmp_path.name, server.url("runs"))
 
 
 def test_what_is_uploaded_comes_back_bit_for_bit(server: StoreServer, run: RunDir, tmp_path: Path) -> None:

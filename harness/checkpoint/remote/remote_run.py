@@ -177,13 +177,14 @@ class RemoteRun:
         self.store.write(INDEX, render_index(RunIndex(run_id, {})))
 
     def delete_checkpoint(self, name: str, files: dict[str, StoredObject]) -> None:
-        """Delete a checkpoint; from the first request on it is no checkpoint any more."""
-        self.store.delete(place_of(name, file) for file in sorted(files, key=lambda file: file != MANIFEST))
+        """Delete a checkpoint and its mark, which may be newer than the list of its files; from the first request on it
+        is no checkpoint any more."""
+        self.store.delete(place_of(name, file) for file in sorted({*files, HEALTH}, key=lambda file: file != MANIFEST))
 
     def _health(self, name: str) -> Health:
         try:
-            return Health(json.loads(self.store.read(place_of(name, HEALTH)))["health"])
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return parse_health(self.store.read(place_of(name, HEALTH)))
+        except FileNotFoundError:
             return Health.candidate
 
     def _as_path(self, path: str) -> Path:
@@ -193,6 +194,14 @@ class RemoteRun:
 def place_of(name: str, file: str) -> str:
     """Path of a file of a checkpoint, relative to the run."""
     return f"{CHECKPOINTS}/{name}/{file}"
+
+
+def parse_health(content: bytes) -> Health:
+    """The health in a health file; candidate if it is malformed."""
+    try:
+        return Health(json.loads(content)["health"])
+    except (ValueError, KeyError, TypeError):
+        return Health.candidate
 
 
 def render_index(index: RunIndex) -> bytes:

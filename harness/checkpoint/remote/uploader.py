@@ -6,8 +6,9 @@ pinned by hard links, so that the run may delete it meanwhile; its files are upl
 hashes of the manifest; then the run files follow, and the manifest last. The newest checkpoint comes first, and older
 ones that retention would delete anyway are left out, so an uploader that was cut off catches up. One pass does all
 that is due; a pass that fails is repeated with growing pauses.
-Order of the run files: the event log is read first, then the ledger, then the health of the checkpoints, and all are
-published by one index. Whatever the log mentions has therefore happened to the other files too.
+Order of the run files: the event log is read first, then the ledger, then the health of the checkpoints. The health is
+sent before the index that publishes the others. Whatever the log mentions has therefore happened to them too: the store
+never shows a rollback together with a checkpoint that it has undone.
 """
 
 from __future__ import annotations
@@ -28,7 +29,17 @@ from typing import final
 from harness.checkpoint import catalog, integrity
 from harness.checkpoint.catalog import HEALTH, Checkpoint, Health
 from harness.checkpoint.integrity import MANIFEST, READERS, Damaged, Manifest, OtherVersion
-from harness.checkpoint.remote.remote_run import FILES, INDEX, Piece, RemoteRun, RunIndex, place_of, render_index
+from harness.checkpoint.remote.remote_run import (
+    FILES,
+    INDEX,
+    Piece,
+    RemoteRun,
+    RunIndex,
+    parse_health,
+    place_of,
+    render_index,
+)
+from harness.checkpoint.taint_log import read_taints
 from harness.config.checkpoint import CheckpointConfig
 from harness.config.errors import ConfigError, StorageError
 from harness.core.object_store import StoredObject
@@ -60,6 +71,7 @@ class Uploader:
         self._healths: dict[str, bytes] = {}
         """Checkpoint -> its health file as it is in the store."""
         self._manifests: dict[str, bytes] = {}
+        """Checkpoint -> its manifest as it is in the store."""
         self._log_pieces: list[Piece] = []
         """Complete pieces of the event log that are in the store; a log only grows."""
         self._damaged: set[str] = set()
@@ -75,8 +87,8 @@ class Uploader:
         self._require_same_run()
         while True:
             directories = self._remote.list_directories()
-            checkpoints = self._known(directories)
             yield from self._send_healths(directories)
+            checkpoints = self._known(directories)
             expendable = {each.name for each in self._expendable(checkpoints)}
             due = [
                 each
@@ -87,7 +99,7 @@ class Uploader:
                 break
             yield from self._upload(due[-1].path, directories.get(due[-1].name, {}))
         if last or time.monotonic() - self._index_s > RUN_FILES_EVERY_S:
-            self._send_run_files()
+            yield from self._send_run_files()
         yield from self._prune(expendable, directories)
 
     def _known(self, directories: dict[str, dict[str, StoredObject]]) -> list[Checkpoint]:
@@ -109,24 +121,24 @@ class Uploader:
 
     def _is_current(self, name: str) -> bool:
         """Whether the checkpoint in the store is the local one of that name: a rollback may have replaced it."""
-        try:
-            local = (self._run.checkpoints / name / MANIFEST).read_bytes()
-        except OSError:
-            return True
+        return _content(self._run.checkpoints / name / MANIFEST) in (None, self._stored_manifest(name))
+
+    def _stored_manifest(self, name: str) -> bytes:
+        """The manifest of a checkpoint in the store; empty if it has been deleted."""
         if name not in self._manifests:
             with suppress(FileNotFoundError):
                 self._manifests[name] = self._remote.store.read(place_of(name, MANIFEST))
-        return self._manifests.get(name) == local
+        return self._manifests.get(name, b"")
 
     def _stored_health(self, name: str, files: dict[str, StoredObject]) -> Health:
-        if HEALTH not in files:
-            return Health.candidate
-        if name not in self._healths:
+        if name not in self._healths and HEALTH in files:
             self._healths[name] = self._remote.store.read(place_of(name, HEALTH))
-        try:
-            return Health(json.loads(self._healths[name])["health"])
-        except (ValueError, KeyError, TypeError):
-            return Health.candidate
+        return parse_health(self._healths[name]) if name in self._healths else Health.candidate
+
+    def _forget(self, name: str) -> None:
+        """Call before a checkpoint is deleted from the store, or its manifest."""
+        self._manifests.pop(name, None)
+        self._healths.pop(name, None)
 
     def _expendable(self, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
         return catalog.select_for_deletion(
@@ -135,33 +147,54 @@ class Uploader:
 
     def _send_healths(self, directories: dict[str, dict[str, StoredObject]]) -> Iterator[str]:
         for name, files in directories.items():
-            try:
-                content = (self._run.checkpoints / name / HEALTH).read_bytes()
-            except OSError:
+            if MANIFEST not in files:
                 continue
+            health = self._health_of(name, self._stored_manifest(name))
             self._stored_health(name, files)
-            if MANIFEST in files and self._healths.get(name) != content:
-                self._remote.store.write(place_of(name, HEALTH), content)
-                self._healths[name] = content
+            if health is not None and self._healths.get(name) != health:
+                self._send_health(name, health)
                 yield f"{name}: sent its health"
+
+    def _send_health(self, name: str, health: bytes) -> None:
+        self._remote.store.write(place_of(name, HEALTH), health)
+        self._healths[name] = health
+
+    def _health_of(self, name: str, manifest: bytes) -> bytes | None:
+        """The health file of the checkpoint with this manifest; None: it has none.
+
+        Without a local copy, the taint log tells whether it is tainted.
+        """
+        path = self._run.checkpoints / name
+        health, local = _content(path / HEALTH), _content(path / MANIFEST)
+        if local == manifest:
+            return health
+        taints = read_taints(self._run.checkpoints)
+        with suppress(ValueError):  # a damaged manifest is no checkpoint
+            known = integrity.parse_manifest(manifest.decode()) if taints else None
+            for taint in taints:
+                if known is not None and taint.covers(known):
+                    return catalog.health_text(Health.tainted, taint.reason, time_s=taint.time).encode()
+        return None
 
     def _upload(self, path: Path, present: dict[str, StoredObject]) -> Iterator[str]:
         name, begun_s = path.name, time.monotonic()
         try:
             with _pinned(path) as source:
                 manifest = integrity.read_manifest(source)
-                if MANIFEST in present:  # of another checkpoint of that name
-                    self._remote.store.delete([place_of(name, MANIFEST)])
+                self._forget(name)
+                others = [file for file in (MANIFEST, HEALTH) if file in present]  # of another checkpoint of that name
+                self._remote.store.delete(place_of(name, file) for file in others)
                 with ThreadPoolExecutor(max_workers=READERS) as pool:
                     list(pool.map(lambda file: self._send_file(source, file, manifest, present), manifest.files))
-                with suppress(FileNotFoundError):
-                    health = (path / HEALTH).read_bytes()
-                    self._remote.store.write(place_of(name, HEALTH), health)
-                    self._healths[name] = health
-                self._send_run_files()
+                yield from self._send_run_files()
                 content = (source / MANIFEST).read_bytes()
+                health = self._health_of(name, content)
+                if health is not None and parse_health(health) is Health.tainted:
+                    yield f"{name}: tainted while it was uploaded"
+                    return
+                if health is not None:
+                    self._send_health(name, health)
                 self._remote.store.write(place_of(name, MANIFEST), content)
-                self._manifests[name] = content
         except FileNotFoundError:
             yield f"{name}: deleted before it was uploaded"
         except (Damaged, OtherVersion) as error:
@@ -191,8 +224,9 @@ class Uploader:
             return False
         return True
 
-    def _send_run_files(self) -> None:
-        """Upload the pieces of the run files that are not in the store, then the index; then delete old pieces."""
+    def _send_run_files(self) -> Iterator[str]:
+        """Upload the pieces of the run files that are not in the store, the health of the checkpoints, then the index;
+        then delete old pieces."""
         index, blocks = RunIndex(self._run_id(), {}), dict[str, bytes]()
         if not self._run.events.is_file():
             return
@@ -212,6 +246,7 @@ class Uploader:
         for sha256, block in blocks.items():
             if sha256 not in present or present[sha256].num_bytes != len(block):
                 store.write(f"{FILES}/{sha256}", block)
+        yield from self._send_healths(self._remote.list_directories())
         store.write(INDEX, render_index(index))
         self._index = index
         self._log_pieces = [piece for piece in index.files[self._run.events.name] if piece.num_bytes == PIECE_BYTES]
@@ -224,6 +259,7 @@ class Uploader:
         for name, files in directories.items():
             is_partial = MANIFEST not in files
             if name in expendable or (is_partial and name not in local):
+                self._forget(name)
                 self._remote.delete_checkpoint(name, files)
                 yield f"{name}: deleted in the store" + (", it was incomplete" if is_partial else "")
 
@@ -254,6 +290,13 @@ def read_run_id(run: RunDir) -> str | None:
     """The id of the run in the store that this directory was uploaded to or came from; None: neither."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         return str(json.loads((run.path / ID_FILE).read_text(encoding="utf-8"))["id"])
+    return None
+
+
+def _content(path: Path) -> bytes | None:
+    """The content of a file; None if there is none, or it cannot be read now."""
+    with suppress(OSError):
+        return path.read_bytes()
     return None
 
 

@@ -1,0 +1,177 @@
+"""The uploader with a directory as the store: marks that outlive their checkpoints, and names that come again."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness.checkpoint import catalog
+from harness.checkpoint.catalog import Health
+from harness.checkpoint.remote.remote_run import RemoteRun
+from harness.checkpoint.remote.uploader import Uploader
+from harness.checkpoint.taint_log import Taint, record_taint
+from harness.core.rundir import RunDir
+from tests.checkpoint.remote_runs import make_run, remote_of, restore, save, settings, stored, upload
+
+SMALL = 100
+"""Bytes of a file of a checkpoint."""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return make_run(tmp_path / "runs" / "first", f"file://{tmp_path}/store")
+
+
+def save_small(run: RunDir, step: int, *, generation: int = 0) -> str:
+    """A checkpoint; the run is 30 iterations further after each restore."""
+    return save(run, step, generation=generation, iteration=step + 30 * generation, num_files=1, num_bytes=SMALL)
+
+
+def mark(run: RunDir, name: str, health: Health) -> None:
+    catalog.mark(run.checkpoints / name, health, "a test")
+
+
+def roll_back(run: RunDir, iteration: int, *tainted: str) -> None:
+    """What `CheckpointManager.taint_since` leaves, and the log of the rollback."""
+    for name in tainted:
+        mark(run, name, Health.tainted)
+    record_taint(run.checkpoints, Taint(iteration=iteration, generation=0, reason="a test", time=time.time()))
+    run.events.write_text('{"event":"run_started"}\n{"event":"outcome"}\n')
+
+
+def prune(run: RunDir) -> None:
+    """What the run does after a save."""
+    for each in catalog.select_for_deletion(catalog.list_checkpoints(run.checkpoints), keep=2, keep_every_steps=0):
+        catalog.delete(each.path)
+
+
+def resumed_elsewhere(run: RunDir, tmp_path: Path) -> list[str]:
+    """The checkpoints that a resume on another machine has downloaded."""
+    elsewhere = RunDir(tmp_path / "elsewhere" / run.path.name)
+    restore(elsewhere, settings(run).remote)
+    return [each.name for each in catalog.list_checkpoints(elsewhere.checkpoints)]
+
+
+def while_reading_back(run: RunDir, file: str, action: Callable[[], None]) -> Uploader:
+    """An uploader during which something happens once, while it reads a file back."""
+    remote, is_done = remote_of(run), list[bool]()
+    genuine = remote.store.look_up
+
+    def look_up(path: str) -> object:
+        if path.endswith(file) and not is_done:
+            is_done.append(True)
+            action()
+        return genuine(path)
+
+    remote.store.look_up = look_up  # type: ignore[method-assign, assignment]
+    return Uploader(run, remote, settings(run))
+
+
+def test_a_checkpoint_tainted_and_deleted_while_it_is_uploaded_is_never_in_the_store(
+    run: RunDir, tmp_path: Path
+) -> None:
+    good = save_small(run, 10)
+    mark(run, good, Health.good)
+    upload(run)
+    bad = save_small(run, 20)
+
+    def undo() -> None:
+        roll_back(run, 10, bad)
+        save_small(run, 12, generation=1)
+        prune(run)
+
+    lines = while_reading_back(run, f"{bad}/state.json", undo).upload_due()
+    assert next(lines) == f"{bad}: tainted while it was uploaded"
+    assert resumed_elsewhere(run, tmp_path) == [good], "the machine is lost before the next upload"
+    list(lines)
+    assert [name for name, _ in stored(run)] == [good, "step-00000012-gen-1"]
+    assert list(remote_of(run).list_directories()) == [good, "step-00000012-gen-1"], "what was uploaded is deleted"
+
+
+def test_a_rollback_during_an_outage_taints_what_the_run_has_deleted_since(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the rollback tainted, and one that the run had deleted before and the store still has."""
+    good = save_small(run, 10)
+    mark(run, good, Health.good)
+    pruned = save_small(run, 20)
+    upload(run)
+    catalog.delete(run.checkpoints / pruned)
+    bad = save_small(run, 25)
+    upload(run)
+    assert [name for name, _ in stored(run)] == [good, pruned, bad]
+    roll_back(run, 10, bad)
+    sound = save_small(run, 12, generation=1)
+    prune(run)
+    assert [each.name for each in catalog.list_checkpoints(run.checkpoints)] == [good, sound]
+    monkeypatch.setattr(RemoteRun, "delete_checkpoint", lambda *_: None)  # the machine is lost before
+    upload(run)
+    tainted = {(pruned, "tainted"), (bad, "tainted")}
+    assert {*stored(run)} == {(good, "good"), (sound, "candidate"), *tainted}
+    monkeypatch.undo()
+    upload(run)
+    assert stored(run) == [(good, "good"), (sound, "candidate")]
+
+
+def test_the_log_of_a_rollback_is_uploaded_after_its_marks(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rollback happens while the next checkpoint is uploaded."""
+    bad = save_small(run, 10)
+    upload(run)
+    next_one = save_small(run, 20)
+    seen: list[list[tuple[str, str]]] = []
+    uploader = while_reading_back(run, f"{next_one}/state.json", lambda: roll_back(run, 5, bad, next_one))
+    genuine = uploader._remote.store.write
+
+    def write(path: str, content: bytes) -> None:
+        genuine(path, content)
+        if path == "run.json":
+            seen.append(stored(run))
+
+    monkeypatch.setattr(uploader._remote.store, "write", write)
+    list(uploader.upload_due())
+    assert seen == [[(bad, "tainted")]]
+
+
+def test_a_sound_checkpoint_with_the_name_of_a_tainted_one_is_not_tainted(run: RunDir, tmp_path: Path) -> None:
+    """A run that is killed after a rollback and before its next save reaches the same step in the same generation."""
+    good, bad = save_small(run, 10), save_small(run, 20)
+    mark(run, good, Health.good)
+    upload(run)
+    roll_back(run, 10, bad)
+    uploader = Uploader(run, remote_of(run), settings(run))
+    list(uploader.upload_due(last=True))
+    assert stored(run) == [(good, "good")]
+    assert list(remote_of(run).list_directories()) == [good], "the mark is deleted with its checkpoint"
+    catalog.delete(run.checkpoints / bad)
+    save_small(run, 20)
+    list(uploader.upload_due(last=True))
+    assert stored(run) == [(good, "good"), (bad, "candidate")]
+    catalog.delete(run.checkpoints / bad)
+    list(uploader.upload_due(last=True))
+    assert stored(run) == [(good, "good"), (bad, "candidate")], "it was saved after the rollback"
+    assert resumed_elsewhere(run, tmp_path) == [bad]
+
+
+@pytest.mark.parametrize("health", [Health.good, None])
+def test_the_mark_of_a_checkpoint_is_not_sent_to_an_older_one_of_its_name(run: RunDir, health: Health | None) -> None:
+    bad = save_small(run, 20)
+    mark(run, bad, Health.tainted)
+    uploader = Uploader(run, remote_of(run), settings(run))
+    shutil.copytree(run.checkpoints / bad, run.path / "copy")
+    (run.checkpoints / bad / catalog.HEALTH).unlink()
+    list(uploader.upload_due(last=True))
+    mark(run, bad, Health.tainted)
+    list(uploader._send_healths(remote_of(run).list_directories()))
+    assert stored(run) == [(bad, "tainted")], "not deleted yet"
+    catalog.delete(run.checkpoints / bad)
+    save_small(run, 20)
+    if health is not None:
+        mark(run, bad, health)
+    list(uploader._send_healths(remote_of(run).list_directories()))
+    assert stored(run) == [(bad, "tainted")], "the old one is"
+    list(uploader.upload_due(last=True))
+    assert stored(run) == [(bad, "candidate" if health is None else "good")]
