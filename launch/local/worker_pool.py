@@ -381,11 +381,13 @@ def describe_error(error: Exception) -> dict[str, Any]:
 @contextmanager
 def dump_stacks_on_signal(path: Path) -> Iterator[None]:
     """Write all stacks to a file on STACKS_SIGNAL; works even if C code hangs."""
-    with path.open("w") as file:
-        faulthandler.register(STACKS_SIGNAL, file=file, chain=True)
-        try:
-            yield
-        finally:
-            faulthandler.unregister(STACKS_SIGNAL)
-    if not path.stat().st_size:
-        path.unlink()
+    file = path.open("w")
+    faulthandler.register(STACKS_SIGNAL, file=file, chain=True)
+    try:
+        yield
+    finally:
+        faulthandler.unregister(STACKS_SIGNAL)
+        with suppress(OSError):  # a file that cannot be tidied away must not change the exit code of the rank
+            file.close()
+            if not path.stat().st_size:
+                path.unlink()

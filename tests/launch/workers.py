@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import sys
 import time
@@ -33,6 +34,15 @@ def rank() -> int:
 def halt_on_one(_cfg: Config) -> int:
     print(f"rank {rank()} of {os.environ['WORLD_SIZE']} with {os.environ['OMP_NUM_THREADS']} threads", flush=True)
     return 3 if rank() == 1 else 0
+
+
+def halt_without_logs(cfg: Config) -> int:
+    """The directory of the logs is gone at the end."""
+    (locate(cfg).path / f"ready-{rank()}").touch()
+    while not (locate(cfg).path / "ready-1").exists():
+        time.sleep(0.01)
+    shutil.rmtree(locate(cfg).logs, ignore_errors=True)
+    return 3
 
 
 def crash(cfg: Config) -> int:

@@ -94,6 +94,10 @@ def test_the_worst_exit_code_wins_and_rank_1_logs_to_a_file(launch: Launch, tmp_
     assert session_of(launcher.pid) == [], "nothing is left behind"
 
 
+def test_ranks_whose_logs_are_gone_keep_their_exit_code(launch: Launch) -> None:
+    assert ended(launch("halt_without_logs"))[::2] == (3, "")
+
+
 @pytest.mark.full
 def test_a_launcher_that_cannot_fork_spawns_its_ranks(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
