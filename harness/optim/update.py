@@ -68,6 +68,8 @@ class Update:
     """Of each AdamW group, for moments in bf16; None: its moments are fp32."""
     lr_target: float = 1.0
     """Target of `lr_scale`: it falls at once and rises by `LR_RECOVERY_RATE` per update."""
+    fixed_lr: Tensor | None = None
+    """Learning rate of the next update at multiplier 1, in a replay; None: that of the schedule times `lr_scale`."""
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -76,7 +78,7 @@ class Update:
     @property
     def lr(self) -> Tensor:
         """The learning rate of the next update at multiplier 1."""
-        return self._scheduled(self.step) * self.lr_scale
+        return self._scheduled(self.step) * self.lr_scale if self.fixed_lr is None else self.fixed_lr
 
     @property
     def rates_by_name(self) -> dict[str, Tensor]:

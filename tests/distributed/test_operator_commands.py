@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 import shutil
@@ -18,6 +19,9 @@ from unittest.mock import patch
 import pytest
 
 from harness import train
+from harness.analysis.replay import history
+from harness.analysis.replay.request import choose_path, plan_replay
+from harness.analysis.replay.rerun import replay_config, run_replay_worker
 from harness.build import Parts
 from harness.checkpoint import catalog, io_retry, store
 from harness.checkpoint.catalog import Health
@@ -63,6 +67,7 @@ from harness.data.order.ledger import Exclusion, Ledger
 from harness.distributed.world import rank_from_environment
 from harness.optim.update import LR_RECOVERY_RATE
 from harness.sentinel.policy.policy_state import RESTORES
+from harness.telemetry.event_log import last_recorded_iteration
 from tests.checkpoint.storage import failing
 from tests.distributed import faulty_runs
 from tests.distributed.cases import digest, state_on_disk, tiny
@@ -440,6 +445,19 @@ def test_learning_rate_falls_at_once_and_rises_slowly(ranks: Pool, control: Fini
     assert rising == pytest.approx([1 - 0.5 * (1 - LR_RECOVERY_RATE) ** (nth + 1) for nth in range(len(rising))])
     assert not [finding for finding in events_of(Finding, finished.log) if finding.kind is FindingKind.lr_jump]
     assert finished.result.code == 0
+    found = replay_last_step(ranks, finished.run, f"train.num_steps={num_steps}")
+    assert (found["checkpoint"], found["num_on_the_way"]) == ("step-00000008-gen-0", num_steps - 9)
+    assert (found["left_the_log_at"], found["nature"]) == (None, "deterministic"), "each step has its own rate"
+
+
+def replay_last_step(ranks: Pool, run: RunDir, *overrides: str) -> dict[str, Any]:
+    cfg = tiny(*OVERRIDES, *overrides, f"run.name={run.path.name}", directory=str(run.path.parent))
+    log = history.read(run.events)
+    path = choose_path(run, log, last_recorded_iteration(run.events))
+    request = plan_replay(run, cfg, log, path, ranks=2, report=run.path / "replay.json")
+    assert ranks.run(2, run_replay_worker, request, replay_config(cfg)) == [0, 0]
+    result: dict[str, Any] = json.loads(request.report.read_text())
+    return result
 
 
 def test_a_lowered_lr_survives_a_rollback_and_a_lost_checkpoint(

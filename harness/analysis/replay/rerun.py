@@ -45,7 +45,6 @@ from harness.config.schema import Config
 from harness.core.event_json import encode
 from harness.core.events import StepRecord
 from harness.core.rundir import RunDir, write_atomically
-from harness.core.state import RunState
 from harness.distributed.collectives import all_reduce_sum, gather_results
 from harness.distributed.compile_cache import compile_cache, compiles
 from harness.distributed.determinism import deterministic_algorithms
@@ -54,7 +53,6 @@ from harness.distributed.shards import local
 from harness.distributed.world import World, connected
 from harness.precision.attention import fast_attention
 from harness.precision.mixed_precision import emulate_half_matmul
-from harness.recovery import set_rate
 from harness.sentinel.device.step_report import HostFacts, unpack_report
 from harness.step import finish_step, forward_backward, loss_sums
 
@@ -177,17 +175,14 @@ def replay_steps(request: ReplayRequest, parts: Parts, cfg: Config, world: World
 
 
 def restore(name: str | None, root: Path, parts: Parts, world: World) -> None:
-    """Restore the state of a checkpoint, including the learning-rate scale; does nothing for the initial state."""
+    """Restore the tensors of a checkpoint; does nothing for the initial state."""
     if name is None:
         return
     retry = IoRetry(parts.checkpoints.retry_s)
     found = store.load_first(root, [name], parts.tensors(), world=world, retry=retry, quarantines=False)
     if found.loaded is None:
         raise ConfigError("", f"{root / name} is damaged: {found.damage[0]}")
-    state: RunState = found.loaded.state
     parts.loss_scale.adapt()
-    parts.sentinel.resume(state.sentinel, [])
-    set_rate(parts, state)
 
 
 def reopen_gate(parts: Parts, accepted: deque[AcceptedLevel], *, before: int) -> None:
@@ -199,8 +194,9 @@ def reopen_gate(parts: Parts, accepted: deque[AcceptedLevel], *, before: int) ->
 
 
 def replay_step(parts: Parts, cfg: Config, record: StepRecord, *, probe: bool = False) -> StepRecord:
-    """Compute a logged step again, in the precision and with the bounds of the gate that it had; returns its new
-    record."""
+    """Compute a logged step again, in the precision, with the bounds of the gate and with the learning rate that it
+    had; returns its new record."""
+    parts.update.fixed_lr = torch.tensor(record.lr, dtype=torch.float32, device=parts.world.device)
     parts.fp8_layers.use_fp8(record.in_fp8 is not False)
     forward_backward(parts, parts.batches[record.cursor], cfg=cfg, probe=probe)
     report = finish_step(parts, cfg=cfg, probe=probe, planned=record.in_planned_change)
