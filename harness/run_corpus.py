@@ -126,7 +126,7 @@ def plan_data(cfg: Config) -> RunData:
     recorded = read_record(run.corpus)
     if recorded is None:  # an older version without records wrote this run: trust the corpus as it is now
         batch_size, _ = settings.get("train.batch_size", (cfg.train.batch_size, None))
-        recorded = replace(now, sizes=(BatchSize(0, batch_size),))
+        recorded = replace(now, sizes=(BatchSize(0, batch_size),), configured=())
     compared = compare_files(recorded, now)
     changes = {f"data.sources.{name}.files": each.before_after for name, each in compared.items() if each.changed}
     progress = Progress(0, 0)
@@ -141,7 +141,8 @@ def plan_data(cfg: Config) -> RunData:
     refuse_broken(compared)
     kept = {name: recorded.sources.get(name, source) for name, source in now.sources.items()}
     kept |= {name: replace(kept[name], files=each.files[: -each.num_added or None]) for name, each in compared.items()}
-    record = DataRecord(sizes=admit_sizes(cfg, settings, recorded, progress), sources=kept)
+    sizes = admit_sizes(cfg, settings, recorded, progress)
+    record = DataRecord(sizes=sizes, configured=configured_sizes(cfg), sources=kept)
     for name, each in compared.items():
         if each.num_added:
             record = add_files(cfg, run, record, name, each, from_batch=progress.kept)
@@ -216,7 +217,8 @@ def first_record(cfg: Config) -> DataRecord:
         is_text = source.kind is DataKind.embedded
         text = EmbeddedCorpus(cfg.train.sequence_length).fingerprint() if is_text else ""
         sources[name] = SourceRecord(files=tuple(map(as_record, listed.get(name, []))), text=text)
-    return DataRecord(sizes=configured_sizes(cfg), sources=sources)
+    sizes = configured_sizes(cfg)
+    return DataRecord(sizes=sizes, configured=sizes, sources=sources)
 
 
 def as_record(file: ListedFile) -> FileRecord:
@@ -316,15 +318,21 @@ def admit_sizes(
     If later batches are excluded, they apply after them, so that those stay excluded sample for sample. A stage of a
     new warm-up keeps its batch indices: what lies before that batch stays as it was.
     """
-    then, now = recorded.sizes[-1].batch_size, cfg.train.batch_size
-    is_other_warmup = any(key.startswith("train.batch_size_warmup") for key in settings)
-    if then == now and not is_other_warmup:
+    then, now = recorded.configured, configured_sizes(cfg)
+    if not then:  # an earlier version wrote the record, with nothing but the sizes of the run
+        is_other_warmup = any(key.startswith("train.batch_size_warmup") for key in settings)
+        then = recorded.sizes[-1:] if is_other_warmup or recorded.sizes[-1].batch_size != now[-1].batch_size else now
+    if then == now:
         return recorded.sizes
-    message = f"was {then} when the run was last started, is {now}"
+    message = f"was {describe_sizes(then)} when the run was last started, is {describe_sizes(now)}"
     require(cfg.run.resume is ResumePolicy.changed, "train.batch_size", f"{message}; run.resume=changed admits it")
     limited = f"{message}, but the limits of data.stratify hold for batches of one size; keep it, {NEW_RUN}"
     require(cfg.data.stratify.rare_below == 0, "train.batch_size", limited)
-    return replace_batch_sizes(recorded.sizes, configured_sizes(cfg), from_batch=progress.kept)
+    return replace_batch_sizes(recorded.sizes, now, from_batch=progress.kept)
+
+
+def describe_sizes(sizes: Sequence[BatchSize]) -> str:
+    return ", ".join(f"{size} from batch {first}" if first else str(size) for first, size in sizes)
 
 
 def with_probes(name: str, source: SourceRecord, probes: Sequence[str]) -> SourceRecord:

@@ -19,6 +19,7 @@ from harness.data.corpus.corpus_record import DataRecord, read_record, render_re
 from harness.data.order.ledger import Ledger
 from harness.data.sources import RecordedData, open_data, read_recorded_data
 from harness.run_corpus import RunData, plan_data, recorded_data, require_planned, with_probes
+from harness.telemetry.event_log import prepare_run
 from tests.composed import load
 from tests.data.token_files import write_pair
 
@@ -294,6 +295,37 @@ def test_a_batch_size_warmup_is_recorded_and_continues_the_same_order(shards: Pa
     none = config(shards, "run.resume=changed")
     assert plan_data(none).record.sizes == (BatchSize(0, 2), BatchSize(4, 4), BatchSize(5, 8))
     assert windows(later, read_recorded_data(run), range(10)) == expected[: 4 * 2 + 3 * 4 + 3 * 8]
+
+
+def test_a_warmup_that_a_launcher_has_accepted_is_applied_once(shards: Path) -> None:
+    """The launcher of a job replaces the configuration of the run; the ranks then see no difference."""
+    stages = "train.batch_size_warmup=[{until_batch: 6, batch_size: 2}, {until_batch: 20, batch_size: 4}]"
+    run = start_run(config(shards, stages), cursor=8)
+    later = config(shards, stages.replace("until_batch: 20", "until_batch: 12"), "run.resume=changed")
+    prepare_run(later)
+    assert rundir.differences(later, run) == {}
+    sizes = (BatchSize(0, 2), BatchSize(6, 4), BatchSize(12, 8))
+    assert restart_run(later).record.sizes == sizes
+    (run.checkpoints / "step-00000008-gen-0").rename(run.checkpoints / "step-00000004-gen-0")
+    (run.checkpoints / "step-00000004-gen-0" / STATE_FILE).write_text('{"cursor": 4}')
+    assert restart_run(later).record.sizes == sizes, "a rollback does not move the changes"
+    constant = config(shards, "run.resume=changed")
+    prepare_run(constant)
+    line = "train.batch_size: was 2, 4 from batch 6, 8 from batch 12 when the run was last started, is 8; run.resume"
+    assert_refused(config(shards), line)
+    assert restart_run(constant).record.sizes == (BatchSize(0, 2), BatchSize(4, 8))
+
+
+def test_a_record_without_configured_sizes_is_compared_by_its_last_size(shards: Path) -> None:
+    stages = "train.batch_size_warmup=[{until_batch: 4, batch_size: 2}]"
+    run = start_run(config(shards, stages), cursor=2)
+    content = json.loads(run.corpus.read_text())
+    del content["configured_sizes"]
+    run.corpus.write_text(json.dumps(content))
+    same = plan_data(config(shards, stages)).record
+    assert same.sizes == same.configured == (BatchSize(0, 2), BatchSize(4, 8))
+    constant = plan_data(config(shards, "run.resume=changed")).record
+    assert constant.sizes == (BatchSize(0, 2), BatchSize(2, 8))
 
 
 def mixture(shards: Path, *overrides: str, **weights: float) -> Config:

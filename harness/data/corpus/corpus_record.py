@@ -73,6 +73,10 @@ class SourceRecord:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRecord:
     sizes: tuple[BatchSize, ...]
+    """The sizes of the batches of the run."""
+    configured: tuple[BatchSize, ...] = ()
+    """The sizes that `train` asked for when the run was last started; empty: an earlier version wrote the record. A new
+    request is found here: a launcher may have replaced the configuration of the run already."""
     sources: dict[str, SourceRecord] = field(default_factory=dict)
 
 
@@ -98,7 +102,8 @@ def read_record(path: Path) -> DataRecord | None:
 def render_record(record: DataRecord) -> str:
     """The text of `corpus.json`."""
     sources = {name: asdict(source) for name, source in record.sources.items()}
-    return json.dumps({"version": VERSION, "batch_sizes": record.sizes, "sources": sources}, indent=1) + "\n"
+    sizes = {"batch_sizes": record.sizes, "configured_sizes": record.configured}
+    return json.dumps({"version": VERSION, **sizes, "sources": sources}, indent=1) + "\n"
 
 
 def _parse(content: dict[str, Any]) -> DataRecord:
@@ -109,10 +114,13 @@ def _parse(content: dict[str, Any]) -> DataRecord:
             additions=tuple(Addition(**addition) for addition in source["additions"]),
             text=source["text"],
         )
-    sizes = tuple(BatchSize(int(from_batch), int(size)) for from_batch, size in content["batch_sizes"])
+    sizes, configured = (
+        tuple(BatchSize(int(from_batch), int(size)) for from_batch, size in stages)
+        for stages in (content["batch_sizes"], content.get("configured_sizes", ()))
+    )
     if not sizes or sizes[0].from_batch != 0:
         raise ValueError("batch_sizes must begin at batch 0")
-    return DataRecord(sizes=sizes, sources=sources)
+    return DataRecord(sizes=sizes, configured=configured, sources=sources)
 
 
 class CorpusDiff(NamedTuple):

@@ -128,7 +128,9 @@ def test_of_many_files_only_the_first_are_named() -> None:
 def test_record_round_trip(tmp_path: Path) -> None:
     source = SourceRecord(files=FILES, additions=(Addition(num_files=1, from_turn=30),))
     record = DataRecord(
-        sizes=(BatchSize(0, 8), BatchSize(5, 16)), sources={"main": source, "text": SourceRecord(text="f00d")}
+        sizes=(BatchSize(0, 8), BatchSize(5, 16)),
+        configured=(BatchSize(0, 16),),
+        sources={"main": source, "text": SourceRecord(text="f00d")},
     )
     path = tmp_path / "corpus.json"
     path.write_text(render_record(record))
