@@ -4,8 +4,9 @@ Why: after a rewind, a rollback or a restart the next iteration starts from an o
 same path. A long log has gigabytes of steps, and the path usually has a few hundred.
 How: iterations only increase, so every restore begins a stretch of iterations. Its first step starts from the restored
 state, and every other one from the state that the step before it left. Restores and checkpoints are rare lines of the
-log (`harness.telemetry.log_index`). `find_path` goes from a step back to the newest checkpoint on disk, stretch by
-stretch; then only the steps in between are read. A rejected update changes nothing, so it is not part of the path.
+log (`harness.telemetry.log_index`). A restored checkpoint that the log does not mention is a beginning: it was
+imported, or a power failure took its line. `find_path` goes from a step back to the newest checkpoint on disk, stretch
+by stretch; then only the steps in between are read. A rejected update changes nothing, so it is not part of the path.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ class Restore(NamedTuple):
 
     after: int
     """The last iteration before it."""
-    target: int
-    """The iteration whose state was restored."""
+    target: int | None
+    """The iteration whose state was restored; None: the log does not say, as for an imported model."""
+    checkpoint: str = ""
+    """The checkpoint that was restored; empty: a snapshot, or the initial state."""
 
 
 class AcceptedLevel(NamedTuple):
@@ -97,14 +100,18 @@ def read(log: Path) -> History:
 
 
 def _add_restore(history: History, after: int, target: str) -> None:
-    history.restores.append(Restore(after, _iteration_of(target, history.checkpoints)))
+    history.restores.append(_parse_restore(after, target, history.checkpoints))
     history.accepted = [level for level in history.accepted if level.after != after]
 
 
-def _iteration_of(target: str, checkpoints: dict[str, int]) -> int:
-    """Iteration of the restored state, parsed from the target of an outcome or of a resume."""
-    snapshot = re.match(r"snapshot of iteration (\d+)", target)
-    return int(snapshot[1]) if snapshot else checkpoints.get(target.partition(";")[0], START)
+def _parse_restore(after: int, target: str, checkpoints: dict[str, int]) -> Restore:
+    """The restored state, from the target of an outcome or of a resume."""
+    if not target:
+        return Restore(after, START)
+    if snapshot := re.match(r"snapshot of iteration (\d+)", target):
+        return Restore(after, int(snapshot[1]))
+    name = target.partition(";")[0]
+    return Restore(after, checkpoints.get(name), name)
 
 
 def guilty_step(history: History, incident: int) -> StepRecord:
@@ -151,6 +158,8 @@ class ReplayPath:
     """The state to start from; None: the initial state, which the seed determines."""
     older: str | None
     """The checkpoint before that one on the same path; None: the initial state."""
+    has_older: bool
+    """Whether there is an older state: False if the run began with `checkpoint`, or if it is not known."""
     stretches: list[range]
     """The iterations to replay, in order; the requested one is last."""
 
@@ -160,26 +169,34 @@ class ReplayPath:
 
 
 def find_path(history: History, iteration: int, available: Collection[str]) -> ReplayPath:
-    """The shortest path from an available checkpoint to a step."""
+    """The shortest path from an available checkpoint to a step; `ConfigError` if the state that it began with is
+    neither available nor the initial one."""
     saved = {history.checkpoints[name]: name for name in available if name in history.checkpoints}
-    on_path: list[str] = []
+    on_path: dict[str, None] = {}
     stretches: list[range] = []
-    for stretch in stretches_before(history, iteration):
+    restore = Restore(START, START)
+    for restore, stretch in stretches_before(history, iteration):
         inside = sorted((at for at in saved if at in stretch and at < iteration), reverse=True)
         if not on_path:
             stretches.append(range(inside[0] + 1 if inside else stretch.start, stretch.stop))
-        on_path += [saved[at] for at in inside]
+        on_path |= dict.fromkeys(saved[at] for at in inside)
+        if restore.checkpoint in available:
+            on_path[restore.checkpoint] = None
+    is_initial = restore.target == START and not restore.checkpoint
+    problem = f"iteration {restore.after + 1} began with {restore.checkpoint}, which is neither on disk nor in the log"
+    require(bool(on_path) or is_initial, str(history.log), problem)
     newest, older, *_ = [*on_path, None, None]
-    return ReplayPath(iteration, newest, older, stretches[::-1])
+    has_older = newest is not None and (older is not None or is_initial)
+    return ReplayPath(iteration, newest, older, has_older, stretches[::-1])
 
 
-def stretches_before(history: History, iteration: int) -> Iterator[range]:
+def stretches_before(history: History, iteration: int) -> Iterator[tuple[Restore, range]]:
     """The iterations that led to this one, itself included: from each restore on, the newest first."""
-    last = iteration
-    while last > START:
+    last: int | None = iteration
+    while last is not None and last > START:
         began = [restore for restore in history.restores if restore.after < last] or [Restore(START, START)]
-        yield range(began[-1].after + 1, last + 1)
-        last = min(began[-1].target, began[-1].after)
+        yield began[-1], range(began[-1].after + 1, last + 1)
+        last = None if began[-1].target is None else min(began[-1].target, began[-1].after)
 
 
 def read_path(history: History, path: ReplayPath) -> list[StepRecord]:

@@ -35,6 +35,8 @@ class ReplayRequest:
     """Steps from the checkpoint to the guilty one, which is last."""
     older: str | None
     """An older checkpoint for comparison; None: the initial state."""
+    has_older: bool = True
+    """False: there is no state before `checkpoint` to compare with."""
     exactly: bool
     """Whether results must be bit-identical to the log."""
     with_samples: bool
@@ -66,6 +68,7 @@ def plan_replay(run: RunDir, cfg: Config, log: History, path: ReplayPath, *, ran
         steps=history.read_path(log, path),
         accepted=history.accepted_on_path(log, path),
         older=path.older,
+        has_older=path.has_older,
         exactly=ranks == world_size and can_reproduce(run, cfg),
         with_samples=False,
         tamper=partial(repeat_data_fault, run.path.resolve(), world_size, cfg.parallel.context)

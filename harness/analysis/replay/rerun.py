@@ -148,7 +148,7 @@ def replay_steps(request: ReplayRequest, parts: Parts, cfg: Config, world: World
     logged = StepNumbers.of(guilty)
     found = classify(logged, first, second, is_faithful=left_at is None, exactly=request.exactly)
     before = None
-    if request.checkpoint is not None:
+    if request.checkpoint is not None and request.has_older:
         copy_back(tensors, initial)
         restore(request.older, root, parts, world)
         before = compare_batch(parts, cfg, guilty.cursor, request.older)

@@ -107,6 +107,8 @@ def test_path_starts_at_the_newest_available_checkpoint(read_log: ReadLog) -> No
     assert find_path(history, 9, ["at-4", "at-8"]).older == "at-4"
     assert find_path(history, 9, ["at-4"]).older is None
     assert find_path(history, 9, ["at-4"]).num_iterations == 5
+    assert find_path(history, 9, ["at-4"]).has_older
+    assert not find_path(history, 9, []).has_older
 
 
 def test_rejected_updates_are_skipped_except_the_last_step(read_log: ReadLog) -> None:
@@ -144,6 +146,20 @@ def test_path_follows_a_restart(read_log: ReadLog) -> None:
     assert history.world_size(10) == 4
     again = read_log([*PLAIN, started(9), step(10)])
     assert iterations(again, 10, "at-8") == (None, [10])
+
+
+def test_a_checkpoint_that_the_log_does_not_mention_is_not_the_initial_state(read_log: ReadLog) -> None:
+    """The run began with an imported model, or a power failure took the line of a checkpoint that is whole."""
+    imported = [started(0, "imported"), *PLAIN[1:]]
+    assert iterations(read_log(imported), 3, "imported", "at-4") == ("imported", [1, 2, 3])
+    assert not find_path(read_log(imported), 3, ["imported"]).has_older
+    newer = find_path(read_log(imported), 6, ["imported", "at-4"])
+    assert (newer.checkpoint, newer.older, newer.has_older) == ("at-4", "imported", True)
+    assert not find_path(read_log(imported), 6, ["at-4"]).has_older
+    lost = read_log([*PLAIN[:5], *map(step, range(5, 10)), started(9, "at-8"), step(10)])
+    assert iterations(lost, 10, "at-8") == ("at-8", [10])
+    with pytest.raises(ConfigError, match="iteration 10 began with at-8, which is neither on disk nor in the log"):
+        find_path(lost, 10, ["at-4"])
 
 
 def test_a_log_without_a_start_is_named(read_log: ReadLog) -> None:

@@ -57,6 +57,7 @@ def replay_on(
     in_fp32: bool = False,
     tamper: Callable[[Parts], None] | None = None,
     overrides: tuple[str, ...] = (),
+    has_older: bool = True,
 ) -> dict[str, Any]:
     """Replay a step, by default the guilty one of the first incident, on two ranks."""
     cfg = replay_config(load([*TINY, *RUN, *overrides, f"run.dir={run.path.parent}", f"run.name={run.path.name}"]))
@@ -70,6 +71,7 @@ def replay_on(
         checkpoint=path.checkpoint,
         steps=history.read_path(log, path),
         older=path.older,
+        has_older=has_older,
         exactly=True,
         with_samples=samples,
         in_fp32=in_fp32,
@@ -105,7 +107,8 @@ def test_transient_fault_is_not_reproduced(ranks: Pool, victim: RunDir) -> None:
 
 
 def test_samples_have_loss_gradient_norm_and_source(ranks: Pool, victim: RunDir) -> None:
-    found = replay_on(ranks, victim, samples=True)
+    found = replay_on(ranks, victim, samples=True, has_older=False)
+    assert (found["before"], found["cause"]) == (None, "unknown"), "the run began with this checkpoint"
     losses = [sample["loss"] for sample in found["samples"]]
     assert len(losses) == 8
     assert sum(losses) / 8 == pytest.approx(found["first"]["loss"], rel=1e-5)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.analysis.replay import history
+from harness.analysis.replay.request import choose_path
 from harness.checkpoint import catalog
 from harness.checkpoint.catalog import Health
 from harness.core.event_json import read
@@ -136,6 +138,8 @@ def test_a_run_starts_from_an_imported_model(
     args = [sys.executable, "-m", "launch.cli.main", "train", *overrides, *SHORT]
     result = subprocess.run(args, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
-    (started,) = [event for event in read(RunDir(Path("runs/second")).events) if isinstance(event, RunStarted)]
+    run = RunDir(Path("runs/second"))
+    (started,) = [event for event in read(run.events) if isinstance(event, RunStarted)]
     assert started.resumed_from == "step-00000000-gen-0"
     assert started.step == 0
+    assert choose_path(run, history.read(run.events), 1).checkpoint == "step-00000000-gen-0", "a replay begins with it"
