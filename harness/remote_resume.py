@@ -4,7 +4,8 @@ How: rank 0 downloads the newest checkpoint that is complete and not tainted, ve
 the run files, the event log last. From there on the start is an ordinary resume from a run directory. The other ranks
 wait in short collectives, because a download may take longer than `parallel.timeout_s`. After each of them the ranks
 reduce their stop requests: a stop ends the start on all ranks with 75, and nothing waits for the download.
-A local run directory is preferred, unless the run has gone on elsewhere since: then the start is rejected.
+A local run directory is preferred, unless the run has gone on elsewhere since: then the start is rejected. With one, a
+store that does not answer or denies access is a warning.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from harness.config.errors import StorageError, require
 from harness.config.schema import Config
 from harness.core import rundir
 from harness.core.locking import run_lease
+from harness.core.object_store import AccessDenied
 from harness.core.rundir import RunDir
 from harness.core.stderr_lines import print_warning
 from harness.distributed.collectives import any_rank, run_on_rank_zero
@@ -103,7 +105,7 @@ def restore_from_store(run: RunDir, remote: RemoteRun, *, lease_s: float) -> Non
             return
         run_lease.hold(run.path, lease_s)
         download(run, remote, index)
-    except StorageError as error:
+    except (StorageError, AccessDenied) as error:
         if not is_local:
             raise
         print_warning(f"{error}; resuming from {run.path}, uploads wait")

@@ -2,6 +2,8 @@
 
 Why: stores fail for seconds and return, and each client library raises errors of its own. Callers see `StorageError`
 for what may work later, `ConfigError` for what never will, and `FileNotFoundError` for an object that does not exist.
+Denied access, or no credentials, is a `ConfigError` of its own: a token that has expired may be renewed, and a server
+of credentials may fail for a moment. Who has worked with the store before may try again.
 How: fsspec is imported at the first use. A file system is opened by the first request, because some connect to do so,
 and that may fail as any request may. Listings are never cached, because other processes write to the store.
 Credentials and endpoints come from the environment or from the files of the client (`AWS_*`,
@@ -59,6 +61,11 @@ def require_url(url: str, key: str) -> None:
         fsspec.get_filesystem_class(url.partition("://")[0])
     except (ImportError, ValueError) as error:
         raise ConfigError(key, f"{url} cannot be opened: {_one_line(error)}") from None
+
+
+@final
+class AccessDenied(ConfigError):  # noqa: N818 -- names the state of the store
+    """The credentials are missing, or they do not suffice for a request."""
 
 
 @final
@@ -216,9 +223,9 @@ class ObjectStore:
                 raise
             except Exception as error:
                 if _is_denied(error):
-                    raise ConfigError(self._key, f"{name}: access denied ({_one_line(error)})") from None
+                    raise AccessDenied(self._key, f"{name}: access denied ({_one_line(error)})") from None
                 if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError", "NoCredentialProviders"):
-                    raise ConfigError(self._key, f"{name}: {_one_line(error)}") from None
+                    raise AccessDenied(self._key, f"{name}: {_one_line(error)}") from None
                 failure = StorageError(errno.EIO, f"the store does not answer: {_one_line(error)}", name)
                 left_s = until - time.monotonic()
                 if left_s <= 0 or self._is_closed.is_set():

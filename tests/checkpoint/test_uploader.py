@@ -1,4 +1,5 @@
-"""The uploader with a directory as the store: marks that outlive their checkpoints, and names that come again."""
+"""Uploads and resumes with a directory as the store: marks that outlive their checkpoints, names that come again, and
+access that is denied for a while."""
 
 from __future__ import annotations
 
@@ -6,14 +7,20 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from harness.checkpoint import catalog
 from harness.checkpoint.catalog import Health
+from harness.checkpoint.remote import upload_process
+from harness.checkpoint.remote.__main__ import main as upload_main
+from harness.checkpoint.remote.__main__ import upload_until_end
 from harness.checkpoint.remote.remote_run import RemoteRun
 from harness.checkpoint.remote.uploader import Uploader
 from harness.checkpoint.taint_log import Taint, record_taint
+from harness.config.errors import EXIT_BAD_CONFIG, ConfigError
 from harness.core.rundir import RunDir
 from tests.checkpoint.remote_runs import make_run, remote_of, restore, save, settings, stored, upload
 
@@ -175,3 +182,77 @@ def test_the_mark_of_a_checkpoint_is_not_sent_to_an_older_one_of_its_name(run: R
     assert stored(run) == [(bad, "tainted")], "the old one is"
     list(uploader.upload_due(last=True))
     assert stored(run) == [(bad, "candidate" if health is None else "good")]
+
+
+class NoCredentialsError(Exception):
+    """As of botocore: "Unable to locate credentials"."""
+
+
+def deny(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Let the store deny access."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    for name in ("find", "cat_file", "info"):
+        monkeypatch.setattr(LocalFileSystem, name, fail)
+
+
+@pytest.mark.parametrize("error", [PermissionError("The token has expired."), NoCredentialsError("No credentials")])
+def test_denied_access_ends_a_first_start_and_is_a_warning_with_a_local_run(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    deny(monkeypatch, error)
+    with pytest.raises(ConfigError, match=f"^checkpoint.remote.url: file://.*/first/run.json: .*{error}"):
+        restore(RunDir(tmp_path / "elsewhere" / "first"), settings(run).remote)
+    restore(run, settings(run).remote)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(error) in line
+    assert line.endswith(f"; resuming from {run.path}, uploads wait")
+
+
+def test_without_a_trainer_denied_access_is_one_line(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deny(monkeypatch, PermissionError("The token has expired."))
+    assert upload_main([str(run.path)]) == EXIT_BAD_CONFIG
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("access denied (The token has expired.)")
+
+
+def test_denied_access_is_tried_again_once_the_trainer_is_gone(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.checkpoint.remote.__main__.FIRST_PAUSE_S", 0.01)
+    name, genuine, errors = save_small(run, 10), LocalFileSystem.find, [PermissionError("The token has expired.")]
+
+    def find(*arguments: Any, **options: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return genuine(*arguments, **options)
+
+    monkeypatch.setattr(LocalFileSystem, "find", find)
+    assert upload_until_end(run, settings(run), trainer=-1) == 0
+    assert stored(run) == [(name, "candidate")]
+
+
+@pytest.mark.full
+def test_denied_access_is_a_warning_and_the_upload_process_tries_again(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(upload_process, "UPLOAD_MODULE", "tests.checkpoint.denied_upload")
+    name = save_small(run, 10)
+    (run.path / "denied").touch()
+    process = upload_process.UploadProcess(run, poll_s=0.1)
+    try:
+        until_s = time.monotonic() + 60
+        warnings = ""
+        while warnings.count("trying again in") < 2:
+            assert time.monotonic() < until_s, warnings
+            time.sleep(0.1)
+            warnings += capsys.readouterr().err
+        assert "warning: uploads wait: " in warnings
+        assert "access denied (The provided token has expired.); trying again in 0 s" in warnings
+        assert stored(run) == []
+    finally:
+        (run.path / "denied").unlink()
+        assert process.finish(wait_s=60), (run.logs / upload_process.UPLOAD_LOG).read_text()
+    assert stored(run) == [(name, "candidate")]

@@ -21,6 +21,7 @@ from harness.config.checkpoint import CheckpointConfig
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError
 from harness.core.child_process import ignore_trainer_signals, is_run_over, lower_priority, wait_for_trainer
 from harness.core.locking.file_lock import exclusive
+from harness.core.object_store import AccessDenied
 from harness.core.rundir import RunDir
 from harness.core.stderr_lines import log_with_time
 
@@ -46,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return upload_until_end(run, cfg, trainer=options.trainer)
     except ConfigError as error:
         log_with_time(str(error))
-        return EXIT_BAD_CONFIG
+        is_final = options.trainer is None or not isinstance(error, AccessDenied)
+        return EXIT_BAD_CONFIG if is_final else EXIT_INTERRUPTED
 
 
 def has_store(run: RunDir) -> bool:
@@ -55,7 +57,10 @@ def has_store(run: RunDir) -> bool:
 
 def upload_until_end(run: RunDir, cfg: CheckpointConfig, *, trainer: int | None) -> int:
     """Upload until the trainer, the parent of this process, is gone and everything is in the store. The store gets
-    `exit_wait_s` seconds after that; without a trainer as long."""
+    `exit_wait_s` seconds after that; without a trainer as long.
+
+    Denied access ends it while the trainer is there: rank 0 warns and starts it again. Later nobody would.
+    """
     assert cfg.remote.url is not None
     remote = open_remote_run(cfg.remote.url, run.path.name, retry_s=0)
     uploader: Uploader | None = None
@@ -73,13 +78,21 @@ def upload_until_end(run: RunDir, cfg: CheckpointConfig, *, trainer: int | None)
             failed, pause_s = "", FIRST_PAUSE_S
             if is_last:
                 return EXIT_DONE
-        except OSError as error:
-            problem = str(error) if isinstance(error, StorageError) else f"{error.filename}: {error.strerror}"
+        except (OSError, AccessDenied) as error:
+            if isinstance(error, AccessDenied) and (trainer is None or not is_last):
+                raise
+            problem = _describe(error)
             log_with_time(problem if problem != failed else f"still: {problem}")
             failed, pause_s = problem, min(2 * pause_s, LONGEST_PAUSE_S)
         if gone_s is not None and time.monotonic() - gone_s > cfg.remote.exit_wait_s:
             return EXIT_INTERRUPTED
         _sleep(pause_s if failed else POLL_S, trainer)
+
+
+def _describe(error: OSError | AccessDenied) -> str:
+    if isinstance(error, StorageError | AccessDenied):
+        return str(error)
+    return f"{error.filename}: {error.strerror}"
 
 
 def _sleep(seconds: float, trainer: int | None) -> None:

@@ -2,7 +2,8 @@
 
 How: it runs in its own session with low priority and shares only the run directory with the trainer. After a crash of
 the trainer it is left alone: it uploads what is complete, and ends. A thread of rank 0 sees when it ends before the run
-does. Configuration that it cannot work with is final, and said once; anything else is repeated with growing pauses.
+does. Configuration that it cannot work with is final, and said once; anything else, denied access too, is repeated with
+growing pauses and a warning each time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 from typing import final
 
 from harness.config.checkpoint import CheckpointRemoteConfig
-from harness.config.errors import EXIT_BAD_CONFIG
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_INTERRUPTED
 from harness.core import processes
 from harness.core.processes import last_line
 from harness.core.rundir import RunDir
@@ -44,6 +45,8 @@ class UploadProcess:
     def __init__(self, run: RunDir, *, poll_s: float = POLL_S) -> None:
         self._run, self._poll_s = run, poll_s
         self._is_ending = threading.Event()
+        self._is_final = False
+        """It ended, and another start would end in the same way."""
         self._process = self._start()
         self._watcher = threading.Thread(target=self._watch, name="uploads", daemon=True)
         self._watcher.start()
@@ -52,6 +55,8 @@ class UploadProcess:
         """Let the process upload the rest and wait for it; False if something is not in the store."""
         self._is_ending.set()
         self._watcher.join()
+        if not self._is_final and (self._process is None or self._process.poll() is not None):
+            self._restart()
         if self._process is None:
             return False
         assert self._process.stdin is not None
@@ -72,6 +77,11 @@ class UploadProcess:
             print_warning(f"cannot start the upload process: {error}")
             return None
 
+    def _restart(self) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+        self._process = self._start()
+
     def _watch(self) -> None:
         """Until the run ends: start the process again if it has ended."""
         pause_s = self._poll_s
@@ -81,12 +91,16 @@ class UploadProcess:
                 continue
             if code == EXIT_BAD_CONFIG:
                 print_warning(f"checkpoints are not uploaded: {self._last_line()}")
+                self._is_final = True
                 return
-            if code is not None:
+            if code == EXIT_INTERRUPTED:
+                print_warning(f"uploads wait: {self._last_line()}; trying again in {pause_s:.0f} s")
+            elif code is not None:
                 print_warning(f"the upload process ended with {code}, it starts again in {pause_s:.0f} s")
             if self._is_ending.wait(pause_s):
                 return
-            self._process, pause_s = self._start(), min(2 * pause_s, LONGEST_PAUSE_S)
+            self._restart()
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _last_line(self) -> str:
         return last_line(self._run.logs / UPLOAD_LOG)
