@@ -246,6 +246,8 @@ def refuse_broken(compared: dict[str, CorpusDiff]) -> None:
 def refuse_other_windows(cfg: Config, run: RunDir, settings: dict[str, tuple[Any, Any]], progress: Progress) -> None:
     """Reject changes of the config with which other samples would lie in the batches that were seen or held out."""
     refuse_fixed(settings)
+    if cfg.data.stratify.rare_below > 0:
+        refuse_other_limits(run, settings)
     refuse_other_sequence(cfg, run)
     refuse_other_order(cfg, run, settings, before_batch=progress.kept)
 
@@ -256,6 +258,19 @@ def refuse_fixed(settings: dict[str, tuple[Any, Any]]) -> None:
         is_of_source = key.startswith("data.sources.") and key.endswith(FIXED_IN_SOURCES)
         is_fixed = (key in FIXED or is_of_source) and then is not None and value is not None
         require(not is_fixed, key, f"must stay {then} in this run, got {value}: {WOULD_CHANGE}; keep it, {NEW_RUN}")
+
+
+def refuse_other_limits(run: RunDir, settings: dict[str, tuple[Any, Any]]) -> None:
+    """Reject changes of the config with which `data.stratify` would spread the rare tokens in another way.
+
+    It follows the weights of all phases, also of later ones, and the tokens of all sources, also of those with weight
+    0. The ledger's weights are stages of the order, which leave what was read as it was.
+    """
+    for key in settings:
+        is_weight = key == "data.phases" or (key.startswith("data.sources.") and key.endswith(".weight"))
+        message = f"must stay, because data.stratify spreads rare tokens over all batches of the run: {WOULD_CHANGE}"
+        advice = f"keep it and change weights with harness ctl {run.path} reweight" if is_weight else "keep it"
+        require(not (is_weight or key.startswith("data.synthetic.")), key, f"{message}; {advice}, {NEW_RUN}")
 
 
 def refuse_other_text(recorded: DataRecord, now: DataRecord) -> None:

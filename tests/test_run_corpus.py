@@ -18,7 +18,7 @@ from harness.core.batch_sizes import BatchSize
 from harness.data.corpus.corpus_record import DataRecord, read_record, render_record
 from harness.data.order.ledger import Ledger
 from harness.data.sources import RecordedData, open_data, read_recorded_data
-from harness.run_corpus import RunData, plan_data, recorded_data, require_planned, with_probes
+from harness.run_corpus import RunData, plan_data, recorded_data, require_planned, require_same_windows, with_probes
 from harness.telemetry.event_log import prepare_run
 from tests.composed import load
 from tests.data.token_files import write_pair
@@ -234,6 +234,28 @@ def test_limits_on_rare_tokens_fix_the_batch_size_and_the_corpus(shards: Path) -
     assert_refused(
         config(shards, *limits, "run.resume=changed"), r"data\.sources\.main\.paths: .*d\.bin was added, but the limits"
     )
+
+
+def test_limits_on_rare_tokens_fix_the_configured_weights(shards: Path) -> None:
+    """They follow the weights of later batches, and the tokens of all sources. Only the ledger changes them."""
+    write_shard(shards / "d.bin")
+    limits = ("data.stratify.rare_below=9", "data.stratify.max_per_batch=9", "data.eval_fraction=0.01")
+    run = start_run(mixture(shards, *limits, b=1, c=1), cursor=10)
+    stays = "must stay, because data.stratify spreads rare tokens .*; keep it and change weights with harness ctl .* reweight"
+    later = mixture(shards, *limits, b=1, c=1)
+    later.data.phases = [PhaseConfig(from_batch=10, weights={"b": 9})]
+    assert_refused(later, f"data.phases: {stays}")
+    with pytest.raises(ConfigError, match=f"^data.phases: {stays}"):
+        require_same_windows(later, run)
+    later = mixture(shards, *limits, b=1, c=1, d=1)
+    later.data.phases = [PhaseConfig(from_batch=0, weights={"d": 0})]
+    assert_refused(later, f"data.(phases|sources.d.weight): {stays}")
+    assert_refused(mixture(shards, *limits, b=1, c=2), f"data.sources.c.weight: {stays}")
+    assert_refused(
+        mixture(shards, *limits, "data.synthetic.zipf_exponent=2", b=1, c=1), "data.synthetic.zipf_exponent: "
+    )
+    moved = shards.rename(shards.with_name("moved"))
+    assert plan_data(mixture(moved, *limits, b=1, c=1)).record.sizes == (BatchSize(0, 6),)
 
 
 def test_without_a_record_the_batch_size_comes_from_the_config(shards: Path) -> None:
