@@ -36,6 +36,7 @@ from harness.core.event_json import parse, to_json
 from harness.core.events import EndCause, Event, RunEnded, RunRestarted, RunStarted, StepRecord
 from harness.core.locking import run_lease
 from harness.core.stderr_lines import print_warning
+from harness.core.transient_io import retry_transient
 from harness.telemetry.log_index import (
     IndexWriter,
     between,
@@ -134,21 +135,24 @@ def prepare_run(cfg: Config) -> rundir.RunDir:
     return run
 
 
-def record_crash(run: rundir.RunDir, exit_code: int, reason: str, cause: EndCause) -> None:
+def record_crash(run: rundir.RunDir, exit_code: int, reason: str, cause: EndCause) -> bool:
     """Log the end of a start whose rank 0 could not do it; called by the launcher when all ranks are gone.
 
     The event has the time of the last one before it, so that the time until the crash was noticed counts as stopped.
+    Returns whether the log has it.
     """
-    events = tail(run.events)
-    ended = RunEnded(
-        time=events[-1].time if events else time.time(),
-        iteration=max(last_iteration(run.events), 0),
-        step=_last_step(events),
-        exit_code=exit_code,
-        reason=reason,
-        cause=str(cause),
-    )
-    _append_from_launcher(run, ended)
+
+    def make_event(events: list[Event]) -> RunEnded:
+        return RunEnded(
+            time=events[-1].time if events else time.time(),
+            iteration=_last_iteration(events),
+            step=_last_step(events),
+            exit_code=exit_code,
+            reason=reason,
+            cause=str(cause),
+        )
+
+    return _append_from_launcher(run, make_event)
 
 
 def record_restart(
@@ -165,30 +169,41 @@ def record_restart(
 
     `machines` holds the fields of the event about machines: `out`, `replaced_by`, `num_nodes`.
     """
-    if not run.config.exists():
-        return
-    restarted = RunRestarted(
-        time=noticed,
-        iteration=max(last_iteration(run.events), 0),
-        step=_last_step(tail(run.events)),
-        number=number,
-        reason=reason,
-        cause=str(cause),
-        stopped_s=round(stopped_s, 3),
-        **machines,
-    )
-    _append_from_launcher(run, restarted)
+
+    def make_event(events: list[Event]) -> RunRestarted:
+        return RunRestarted(
+            time=noticed,
+            iteration=_last_iteration(events),
+            step=_last_step(events),
+            number=number,
+            reason=reason,
+            cause=str(cause),
+            stopped_s=round(stopped_s, 3),
+            **machines,
+        )
+
+    _append_from_launcher(run, make_event)
 
 
 def _last_step(events: list[Event]) -> int:
     return next((event.step for event in reversed(events) if isinstance(event, StepRecord | RunStarted | RunEnded)), 0)
 
 
-def _append_from_launcher(run: rundir.RunDir, event: Event) -> None:
+def _last_iteration(events: list[Event]) -> int:
+    return max(0, *(event.iteration for event in events)) if events else 0
+
+
+def _append_from_launcher(run: rundir.RunDir, make_event: Callable[[list[Event]], Event]) -> bool:
+    """Append an event, made from the last ones, to the log of a run that has a config; returns whether it is there."""
     try:
+        if not retry_transient(run.config.exists):
+            return False
+        event = make_event(retry_transient(lambda: tail(run.events)))
         rundir.append_line(run.events, to_json(event))
     except OSError as error:
         print_warning(f"cannot write {run.events}: {error.strerror}")
+        return False
+    return True
 
 
 def events_since(path: Path, iteration: int) -> list[Event]:

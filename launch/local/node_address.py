@@ -79,6 +79,7 @@ def open_listener(address: str, port: int, spec: RendezvousSpec) -> socket.socke
         listener.bind((address, port))
     except OSError as error:
         listener.close()
-        raise RendezvousError(f"rendezvous: cannot listen on {spec.host}:{port}: {error.strerror}") from None
+        where = f"{spec.host}:{port}" if port else address
+        raise RendezvousError(f"rendezvous: cannot listen on {where}: {error.strerror}") from None
     listener.listen(max(128, spec.num_nodes))
     return listener

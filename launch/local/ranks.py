@@ -19,6 +19,7 @@ from harness.config.errors import EXIT_BAD_CONFIG, EXIT_CRASHED, EXIT_HALTED, EX
 from harness.core.events import EndCause
 from harness.core.locking.run_lease import io_error
 from harness.core.rundir import write_atomically
+from harness.core.transient_io import retry_transient
 from launch.local.hang_report import dump_file, stacks_file
 
 PID_FILE = "HARNESS_PID_FILE"
@@ -110,12 +111,15 @@ class RankLogs:
         """Create the directory and remove what is left there of earlier ranks. Raises if no file can be written: on a
         full disk no rank could even report its failure."""
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            probe = self.directory / f".probe-{self.ranks.start}"
-            write_atomically(probe, " " * PROBE_BYTES)
-            probe.unlink()
+            retry_transient(self._create)
         except OSError as error:
             raise io_error(self.directory, "cannot create", error) from None
+
+    def _create(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        probe = self.directory / f".probe-{self.ranks.start}"
+        write_atomically(probe, " " * PROBE_BYTES)
+        probe.unlink()
         for rank in self.ranks:
             self.failure_file(rank).unlink(missing_ok=True)
             self.pid_file(rank).unlink(missing_ok=True)

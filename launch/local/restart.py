@@ -23,13 +23,16 @@ from typing import NamedTuple, Self, final
 from harness.checkpoint.catalog import Health
 from harness.config.launch import LaunchConfig
 from harness.config.schema import Config
-from harness.core.events import EndCause, StepRecord
+from harness.core.events import EndCause, Event, StepRecord
 from harness.core.locking.run_lease import clear_dead_lease
 from harness.core.node_name import machine_name
 from harness.core.rundir import RunDir, locate
-from harness.telemetry.event_log import record_restart, tail
+from harness.core.stderr_lines import print_warning
+from harness.core.transient_io import retry_transient
+from harness.telemetry.event_log import TAIL_BYTES, record_restart, tail
 from harness.telemetry.heartbeat import mark_restarting
 from launch.local.elastic import Elastic
+from launch.local.node_address import RendezvousError
 from launch.local.node_group import POLL_S, NodeFailure, NodeGroup
 from launch.local.rendezvous import open_store_socket
 from launch.local.roster import Roster, pack_roster
@@ -76,7 +79,8 @@ class RestartHistory:
             return
         failure, hosts = group.failure, [group.hosts.get(number, "") for number in group.roster]
         where = f"logs/{group.attempt_name}"
-        faults = faults_of_findings(tail(self.run.events, FINDINGS_BYTES), hosts, nproc=self.nproc, since=group.began)
+        events = read_log_end(self.run, FINDINGS_BYTES)
+        faults = faults_of_findings(events, hosts, nproc=self.nproc, since=group.began)
         if failure is not None and failure.cause == EndCause.hung_rank:
             host = group.host_of(failure.node_rank)
             faults.append(NodeFault(group.noticed, host, failure.line, NodeFaultKind.hung, where))
@@ -108,10 +112,28 @@ class RestartHistory:
 def read_reached(run: RunDir) -> Reached | None:
     """Generation of the newest checkpoint, and the last logged step; None without a step."""
     saved = newest_checkpoint(run, Health.good, Health.candidate)
-    step = next((event.step for event in reversed(tail(run.events)) if isinstance(event, StepRecord)), None)
+    step = next((event.step for event in reversed(read_log_end(run)) if isinstance(event, StepRecord)), None)
     if step is None:
         return saved
     return (0 if saved is None else saved[0], step)
+
+
+def read_log_end(run: RunDir, num_bytes: int = TAIL_BYTES) -> list[Event]:
+    """The last events of the log; none, with a warning, if storage fails: that start counts as one without progress."""
+    try:
+        return retry_transient(lambda: tail(run.events, num_bytes))
+    except OSError as error:
+        print_warning(f"cannot read {run.events}: {error.strerror}")
+        return []
+
+
+def has_stop_file(run: RunDir) -> bool:
+    """Whether the file that stops a run exists. If storage fails, the ranks of the next start look for it."""
+    try:
+        return retry_transient(run.stop.exists)
+    except OSError as error:
+        print_warning(f"cannot look for {run.stop}: {error.strerror}")
+        return False
 
 
 def is_forced(stop_signals: Sequence[int]) -> bool:
@@ -144,12 +166,16 @@ def agree_on_restart(group: NodeGroup, history: RestartHistory, stop_signals: Se
     out: dict[str, str] = {}
     number = max(group.restarts, *(link.stopped for link in group.links.values()), 0)
     if decision.again:
+        try:
+            open_store_socket(group)
+        except RendezvousError as error:
+            decision = RestartDecision(False, str(error))
+    if decision.again:
         assert roster is not None, "without a roster there is an obstacle"
         change = describe_change(group, roster, history)
         out = change.out
         number += 1
         decision = RestartDecision(True, ", ".join(filter(None, [f"restart {number}", change.text])))
-        open_store_socket(group)
         clear_dead_lease(history.run.path)  # a start with one rank does not know that this launcher started it
         record_restart(
             history.run,
@@ -247,7 +273,7 @@ def find_obstacle(group: NodeGroup, run: RunDir, stop_signals: Sequence[int]) ->
         if any(link.is_done for link in group.active_links().values()):
             return "the ranks of another node have ended"
         is_stopping = any(link.is_stopping for link in group.active_links().values())
-    if stop_signals or is_stopping or run.stop.exists():
+    if stop_signals or is_stopping or has_stop_file(run):
         return "a stop was requested"
     time.sleep(max(0.0, group.fenced_s - time.monotonic()) if group.lost else 0.0)
     return ""

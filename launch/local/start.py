@@ -48,10 +48,11 @@ from harness.config.schema import Config, check_world
 from harness.control.stop_requests import STOP_CLEARED, STOP_SIGNALS
 from harness.core.events import EndCause
 from harness.core.locking.lease_holder import DEFAULT_LEASE_S
-from harness.core.locking.run_lease import clearing_dead_lease, hold, holding, is_in_use
+from harness.core.locking.run_lease import clearing_dead_lease, hold, holding, io_error, is_in_use
 from harness.core.memory_limits import address_space_left, free_bytes, total_bytes
 from harness.core.node_name import machine_name
 from harness.core.rundir import RunDir, locate
+from harness.core.transient_io import retry_transient
 from harness.precision.fp8.engine import require_engine_installed
 from harness.telemetry import heartbeat
 from harness.telemetry.event_log import log_size, record_crash
@@ -249,7 +250,10 @@ def run_until_final(
 ) -> int:
     """Start the ranks, and start them again after a failure as long as the budget allows; returns the exit code."""
     run = locate(cfg)
-    existing, log_bytes = existing_parents(run.path), log_size(run.events)
+    try:
+        existing, log_bytes = retry_transient(lambda: (existing_parents(run.path), log_size(run.events)))
+    except OSError as error:
+        raise io_error(run.path, "cannot read", error) from None
     while True:
         if group.is_spare and (code_of_run := wait_as_spare(group, stop_signals)) is not None:
             return code_of_run
@@ -331,9 +335,8 @@ def record_failure(run: RunDir, code: int, failure: NodeFailure) -> bool:
     """
     mark_ended(run, code, failure.line)
     cause = EndCause(failure.cause)
-    if code in (EXIT_CRASHED, EXIT_INTERRUPTED) and cause is not EndCause.unknown and run.config.exists():
-        record_crash(run, code, failure.line, cause)
-        return True
+    if code in (EXIT_CRASHED, EXIT_INTERRUPTED) and cause is not EndCause.unknown:
+        return record_crash(run, code, failure.line, cause)
     return False
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import errno
 import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,16 +21,13 @@ from harness.config.errors import EXIT_BAD_CONFIG, ConfigError, StorageError
 from harness.core.locking import directory_lease
 from harness.core.locking.directory_lease import InUseError, Lease, SeenLease
 from harness.core.locking.lease_holder import this_process
+from harness.core.transient_io import TRANSIENT_ERRORS, retry_transient
 
 FOLDER = "lease"
 TAKEOVER_ATTEMPTS = 3
-"""How often a holder that the job has lost may be seen alive before it counts as alive, and how often its lease is read
-before an error of the file system counts."""
-LOOK_ATTEMPTS = 3
-"""How often a lease is read before an error of the file system counts."""
-LOOK_PAUSE_S = 1.0
+"""How often a holder that the job has lost may be seen alive before it counts as alive."""
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-STORAGE_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOTCONN, *DISK_FULL)
+STORAGE_ERRORS = (*TRANSIENT_ERRORS, *DISK_FULL)
 """Errors after which the same command may succeed."""
 
 _held: Lease | None = None
@@ -140,16 +137,11 @@ def require_free(run: Path, *, wait: bool) -> None:
 
 def is_in_use(run: Path) -> bool:
     """Whether another process holds the lease of a run, or may hold it because the lease cannot be read."""
-    for _ in range(LOOK_ATTEMPTS):
-        try:
-            require_free(run, wait=False)
-        except ConfigError:
-            return True
-        except StorageError:
-            time.sleep(LOOK_PAUSE_S)
-        else:
-            return False
-    return True
+    try:
+        retry_transient(partial(require_free, run, wait=False))
+    except (ConfigError, StorageError):
+        return True
+    return False
 
 
 def take_over_lease(run: Path) -> None:
@@ -160,7 +152,7 @@ def take_over_lease(run: Path) -> None:
     directory, me = run / FOLDER, this_process()
     for attempt in range(1, TAKEOVER_ATTEMPTS + 1):
         try:
-            seen = directory_lease.read_newest(directory)
+            seen = retry_transient(partial(directory_lease.read_newest, directory))
             if seen is None or seen.released:
                 return
             at_most_s = None if seen.holder is None else seen.holder.overdue_s
@@ -172,9 +164,7 @@ def take_over_lease(run: Path) -> None:
             if attempt == TAKEOVER_ATTEMPTS:
                 raise in_use_error(run, error) from None
         except OSError as error:
-            if attempt == TAKEOVER_ATTEMPTS:
-                raise io_error(directory, "cannot read", error) from None
-            time.sleep(LOOK_PAUSE_S)
+            raise io_error(directory, "cannot read", error) from None
 
 
 def dead_holder(run: Path) -> str:

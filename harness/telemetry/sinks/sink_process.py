@@ -90,7 +90,7 @@ def send_last_alerts(run: RunDir, cfg: TelemetryConfig, *, log_bytes: int) -> No
     `log_bytes` is the size of the log before this start. The sink process of the dead trainer may be sending the
     alerts: then this waits for it.
     """
-    if not cfg.alerts.has_channel or not run.config.exists():
+    if not cfg.alerts.has_channel:
         return
     args = [str(run.path), "--only", str(SinkKind.alerts), "--wait", "--log-bytes", str(log_bytes)]
     if problem := send_rest(args, log=run.logs / SINK_LOG, within_s=cfg.exit_wait_s):

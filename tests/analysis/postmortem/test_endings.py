@@ -107,6 +107,7 @@ def test_a_crash_has_the_time_and_the_place_of_the_last_event(tmp_path: Path) ->
     assert (ended.time, ended.iteration, ended.step) == (last.time, last.iteration, stories.NUM_ROWS - 1)
     empty = RunDir(tmp_path / "new")
     empty.path.mkdir()
+    empty.config.touch()
     record_crash(empty, 1, "gone", EndCause.killed_rank)
     (first,) = tail(empty.events)
     assert isinstance(first, RunEnded)

@@ -20,6 +20,7 @@ import pytest
 
 from harness.checkpoint import catalog
 from harness.config.errors import EXIT_BAD_CONFIG, ConfigError, StorageError
+from harness.core import transient_io
 from harness.core.locking import directory_lease, lease_holder, run_lease
 from harness.core.locking.directory_lease import InUseError, Lease, SeenLease
 from harness.core.locking.lease_holder import Holder, this_process
@@ -241,7 +242,7 @@ def test_a_take_over_reads_the_lease_again_after_an_io_error(tmp_path: Path, mon
         return read_newest(directory)
 
     monkeypatch.setattr(directory_lease, "read_newest", fail_first)
-    monkeypatch.setattr(run_lease, "LOOK_PAUSE_S", 0.01)
+    monkeypatch.setattr(transient_io, "PAUSE_S", 0.01)
     assert not run_lease.is_in_use(tmp_path)
     errors += [errno.ESTALE, errno.EIO]
     run_lease.take_over_lease(tmp_path)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import math
 import os
 import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from harness.core import event_json
+from harness.core import event_json, transient_io
 from harness.core.event_json import to_json
 from harness.core.events import EndCause, RunRestarted
 from harness.core.rundir import RunDir
@@ -23,6 +26,7 @@ from launch.local import restart
 from launch.local.node_group import NodeFailure, NodeGroup
 from launch.local.restart import RestartHistory, agree_on_restart
 from launch.local.roster import pack_roster
+from launch.local.start import record_failure
 from launch.restart_budget import RestartDecision
 from tests import composed
 from tests.drills import logs
@@ -235,6 +239,65 @@ def test_a_stop_file_ends_the_run(stack: ExitStack, run: RunDir) -> None:
     run.stop.touch()
     group.report_failure(KILLED)
     assert agree(nodes, group, run).result(10) == RestartDecision(False, "a stop was requested")
+
+
+@pytest.mark.parametrize("num_failures", [1, math.inf], ids=["for a moment", "for good"])
+@pytest.mark.parametrize("name", ["STOP", "events.jsonl", "config.yaml"])
+def test_an_io_error_does_not_keep_a_run_from_its_restart(
+    stack: ExitStack, run: RunDir, monkeypatch: pytest.MonkeyPatch, name: str, num_failures: float
+) -> None:
+    monkeypatch.setattr(transient_io, "PAUSE_S", 0.01)
+    nodes = FakeNodes(stack, 1)
+    (group,) = nodes.all()
+    group.report_failure(KILLED)
+    fail_reads(monkeypatch, run.path / name, num_failures)
+    assert agree(nodes, group, run).result(10) == RestartDecision(True, "restart 1")
+    monkeypatch.undo()
+    written = [event for event in event_json.read(run.events) if isinstance(event, RunRestarted)]
+    assert len(written) == (name == "STOP" or num_failures == 1)
+
+
+def fail_reads(monkeypatch: pytest.MonkeyPatch, failing: Path, num_failures: float) -> None:
+    """The file system answers ESTALE for a path, so many times."""
+    errors = iter(range(10**9 if math.isinf(num_failures) else int(num_failures)))
+
+    def patch(module: object, name: str) -> None:
+        call = getattr(module, name)
+
+        def fail_first(path: object, *args: object, **options: object) -> object:
+            if str(path) == str(failing) and next(errors, None) is not None:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+            return call(path, *args, **options)
+
+        monkeypatch.setattr(module, name, fail_first)
+
+    patch(os, "stat")
+    patch(io, "open")
+
+
+@pytest.mark.parametrize("name", ["STOP", "events.jsonl", "config.yaml"])
+def test_an_io_error_keeps_the_exit_code_of_a_run_whose_storage_failed(
+    stack: ExitStack, run: RunDir, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(transient_io, "PAUSE_S", 0.01)
+    nodes = FakeNodes(stack, 1)
+    (group,) = nodes.all()
+    failure = replace(KILLED, exit_code=75, cause=EndCause.lost_storage)
+    group.report_failure(failure)
+    fail_reads(monkeypatch, run.path / name, math.inf)
+    assert agree(nodes, group, run).result(10) == RestartDecision(False, "interrupted, resumable")
+    assert record_failure(run, 75, failure) == (name == "STOP")
+
+
+def test_without_a_port_for_the_store_the_run_ends(stack: ExitStack, run: RunDir) -> None:
+    """The address of node 0 is gone. The other nodes get the decision."""
+    nodes = FakeNodes(stack, 2)
+    groups = nodes.all()
+    fail_all(groups)
+    groups[0].address = "192.0.2.1"
+    calls = [agree(nodes, group, run) for group in groups]
+    line = "rendezvous: cannot listen on 192.0.2.1: Cannot assign requested address"
+    assert [call.result(10) for call in calls] == [RestartDecision(False, line)] * 2
 
 
 def test_a_node_whose_ranks_do_not_stop_prevents_a_restart(
