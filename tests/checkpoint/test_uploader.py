@@ -1,8 +1,10 @@
-"""Uploads and resumes with a directory as the store: marks that outlive their checkpoints, names that come again, and
-access that is denied for a while."""
+"""Uploads and resumes with a directory as the store: marks that outlive their checkpoints, names that come again,
+access that is denied for a while, and what cannot be read."""
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -20,9 +22,10 @@ from harness.checkpoint.remote.__main__ import upload_until_end
 from harness.checkpoint.remote.remote_run import RemoteRun
 from harness.checkpoint.remote.uploader import Uploader
 from harness.checkpoint.taint_log import Taint, record_taint
-from harness.config.errors import EXIT_BAD_CONFIG, ConfigError
+from harness.config.errors import EXIT_BAD_CONFIG, ConfigError, StorageError
 from harness.core.rundir import RunDir
 from tests.checkpoint.remote_runs import make_run, remote_of, restore, save, settings, stored, upload
+from tests.checkpoint.storage import failing
 
 SMALL = 100
 """Bytes of a file of a checkpoint."""
@@ -256,3 +259,25 @@ def test_denied_access_is_a_warning_and_the_upload_process_tries_again(
         (run.path / "denied").unlink()
         assert process.finish(wait_s=60), (run.logs / upload_process.UPLOAD_LOG).read_text()
     assert stored(run) == [(name, "candidate")]
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
+def test_a_failed_read_of_its_id_does_not_make_it_another_run(
+    run: RunDir, capsys: pytest.CaptureFixture[str], code: int
+) -> None:
+    upload(run)
+    identity = (run.path / "remote.json").read_bytes()
+    name = save_small(run, 10)
+    uploader = Uploader(run, remote_of(run), settings(run))
+    with failing("remote.json", times=2, code=code):
+        with pytest.raises(StorageError, match=r"remote\.json: cannot be read on .*"):
+            list(uploader.upload_due())
+        restore(run, settings(run).remote)
+    assert f"{os.strerror(code)}; resuming from {run.path}" in capsys.readouterr().err
+    list(uploader.upload_due())
+    assert stored(run) == [(name, "candidate")]
+    assert (run.path / "remote.json").read_bytes() == identity
+    (run.path / "remote.json").write_text("{")
+    with pytest.raises(StorageError, match=r"remote\.json: is damaged; write"):
+        upload(run)
+    assert (run.path / "remote.json").read_text() == "{"

@@ -270,11 +270,11 @@ class Uploader:
             raise ConfigError("checkpoint.remote.url", f"{self._remote.url} holds another run; choose another run.name")
 
     def _run_id(self) -> str:
-        path = self._run.path / ID_FILE
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            return str(json.loads(path.read_text(encoding="utf-8"))["id"])
-        write_run_id(self._run, new_run_id())
-        return self._run_id()
+        run_id = read_run_id(self._run)
+        if run_id is None:
+            run_id = new_run_id()
+            write_run_id(self._run, run_id)
+        return run_id
 
 
 def new_run_id() -> str:
@@ -287,10 +287,20 @@ def write_run_id(run: RunDir, run_id: str) -> None:
 
 
 def read_run_id(run: RunDir) -> str | None:
-    """The id of the run in the store that this directory was uploaded to or came from; None: neither."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return str(json.loads((run.path / ID_FILE).read_text(encoding="utf-8"))["id"])
-    return None
+    """The id of the run in the store that this directory was uploaded to or came from; None: neither.
+
+    A file that cannot be read is a `StorageError`: a new id would make this another run than the one in the store.
+    """
+    path = run.path / ID_FILE
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["id"])
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise integrity.storage_error(path, error) from None
+    except (ValueError, KeyError, TypeError):
+        problem = 'is damaged; write {"id": ID} into it, with the id in run.json of the store'
+        raise StorageError(errno.EINVAL, problem, str(path)) from None
 
 
 def _content(path: Path) -> bytes | None:
