@@ -116,13 +116,25 @@ def require_newest(run: RunDir, remote: RemoteRun, index: RunIndex) -> None:
     known = read_run_id(run)
     message = f"{remote.url} and {run.path} hold different runs; choose another run.name or another URL"
     require(known in (None, index.run_id), KEY, message)
-    usable = [each for each in remote.list_checkpoints() if each.health is not Health.tainted]
-    if not usable:
-        return
-    newest, here = remote.read_manifest(usable[-1].name).iteration, last_iteration(run.events)
+    newest, here = newest_iteration(remote), last_iteration(run.events)
     message = f"{remote.url} is at iteration {newest}, {run.path} at {here}"
     advice = f"move {run.path} away to resume from the store, or choose another run.name"
     require(newest <= max(here, 0), KEY, f"{message}; {advice}")
+
+
+def newest_iteration(remote: RemoteRun) -> int:
+    """The iteration of the newest checkpoint that a download would try and whose manifest is intact; -1: none."""
+    for checkpoint in reversed(usable_checkpoints(remote)):
+        try:
+            return remote.read_manifest(checkpoint.name).iteration
+        except Damaged as damage:
+            print_warning(str(damage))
+    return -1
+
+
+def usable_checkpoints(remote: RemoteRun) -> list[Checkpoint]:
+    """The checkpoints that are complete and not tainted, oldest first."""
+    return [each for each in remote.list_checkpoints() if each.health is not Health.tainted]
 
 
 def download(run: RunDir, remote: RemoteRun, index: RunIndex) -> None:
@@ -130,9 +142,8 @@ def download(run: RunDir, remote: RemoteRun, index: RunIndex) -> None:
 
     Then the store is taken over: the start that uploaded run files only is gone, or it is told that it is not the run.
     """
-    usable: list[Checkpoint] = [each for each in remote.list_checkpoints() if each.health is not Health.tainted]
     problems: list[str] = []
-    for checkpoint in reversed(usable):
+    for checkpoint in reversed(usable_checkpoints(remote)):
         print(f"downloading {remote.url}/{checkpoint.path}", flush=True)
         try:
             remote.download_checkpoint(checkpoint.name, run.checkpoints)

@@ -281,3 +281,21 @@ def test_a_failed_read_of_its_id_does_not_make_it_another_run(
     with pytest.raises(StorageError, match=r"remote\.json: is damaged; write"):
         upload(run)
     assert (run.path / "remote.json").read_text() == "{"
+
+
+def test_a_damaged_manifest_in_the_store_does_not_stop_a_local_run(
+    run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.events.write_text('{"event":"run_started","time":0,"iteration":20,"world_size":1,"num_steps":9,"step":20}\n')
+    older, newer = save_small(run, 10), save_small(run, 20)
+    upload(run)
+    manifest = tmp_path / "store" / "first" / "checkpoints" / newer / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:100])
+    restore(run, settings(run).remote)
+    assert f"{newer}/manifest.json: is not a manifest" in capsys.readouterr().err
+    run.events.write_text('{"event":"run_started","time":0,"iteration":5,"world_size":1,"num_steps":9,"step":5}\n')
+    with pytest.raises(ConfigError, match="is at iteration 10"):
+        restore(run, settings(run).remote)
+    assert resumed_elsewhere(run, tmp_path) == [older]
+    upload(run)
+    remote_of(run).verify_checkpoint(newer)
