@@ -16,9 +16,9 @@ from harness.config.errors import ConfigError, StorageError
 from harness.config.schema import Config
 from harness.control import stop_requests
 from harness.control.apply import ordered_factor
-from harness.control.inbox import interventions
+from harness.control.inbox import config_changes
 from harness.core import rundir
-from harness.core.events import CheckpointJudged, Event, Intervention, RunStarted
+from harness.core.events import CheckpointJudged, Event, RunStarted
 from harness.core.locking import run_lease
 from harness.core.node_name import machine_name
 from harness.core.rundir import RunDir
@@ -99,11 +99,6 @@ def find_data_change(run: RunDir) -> DataChange | None:
     or the launcher of a job may have accepted it."""
     changes = config_changes(run)
     return newest_data_change(changes, read_non_step_events(run.events) if changes else [])
-
-
-def config_changes(run: RunDir) -> list[Intervention]:
-    """The resumes with another configuration so far, in order."""
-    return [event for event in interventions(run) if event.reason == rundir.CONFIG_CHANGED]
 
 
 def find_schedule_change(opened: Opened) -> int:

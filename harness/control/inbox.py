@@ -30,7 +30,7 @@ from harness.control.commands import Command, Order, in_words, one_line, parse_c
 from harness.core import event_json
 from harness.core.event_json import to_json
 from harness.core.events import Intervention
-from harness.core.rundir import RunDir, append_line
+from harness.core.rundir import CONFIG_CHANGED, RunDir, append_line
 from harness.core.stderr_lines import print_warning
 
 POLL_S = 0.2
@@ -90,6 +90,11 @@ def interventions(run: RunDir) -> list[Intervention]:
     if not run.interventions.exists():
         return []
     return [event for event in event_json.read(run.interventions) if isinstance(event, Intervention)]
+
+
+def config_changes(run: RunDir) -> list[Intervention]:
+    """List the resumes with another configuration so far, in order."""
+    return [event for event in interventions(run) if event.reason == CONFIG_CHANGED]
 
 
 def answer(run: RunDir, id: str) -> Intervention | None:

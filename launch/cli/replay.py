@@ -20,10 +20,9 @@ from pathlib import Path
 from harness.analysis.replay import history
 from harness.analysis.replay.history import History
 from harness.analysis.replay.replay_text import render
-from harness.analysis.replay.request import choose_path, plan_replay
+from harness.analysis.replay.request import choose_path, config_of_path, plan_replay
 from harness.config import compose
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError, require
-from harness.config.schema import Config
 from harness.core.rundir import RunDir, write_atomically
 from harness.core.stderr_lines import print_warning
 from harness.telemetry.event_log import read_steps
@@ -48,8 +47,7 @@ def main(argv: Sequence[str]) -> int:
         args = build_parser().parse_args(argv)
         run = RunDir(args.run)
         require(run.events.is_file(), str(run.path), "is not a run directory: it has no events.jsonl")
-        cfg = compose.read(run.config)
-        text = replay(run, cfg, args)
+        text = replay(run, args)
         store_result(run, args, text)
     except (ConfigError, StorageError) as error:
         print(f"harness: {error}", file=sys.stderr)
@@ -73,13 +71,15 @@ def build_parser() -> ArgumentParser:
     return parser
 
 
-def replay(run: RunDir, cfg: Config, args: Namespace) -> str:
+def replay(run: RunDir, args: Namespace) -> str:
     """Run the ranks of the replay; returns the result."""
     log = history.read(run.events)
     iteration = find_iteration(log, args)
     ranks = args.ranks or log.world_size(iteration)
     require(ranks >= 1, "--ranks", f"must be at least 1, got {ranks}")
-    planned = plan_replay(run, cfg, log, choose_path(run, log, iteration), ranks=ranks, report=Path())
+    path = choose_path(run, log, iteration)
+    cfg = config_of_path(run, compose.read(run.config), log, path)
+    planned = plan_replay(run, cfg, log, path, ranks=ranks, report=Path())
     order = replace(planned, with_samples=args.batch, in_fp32=args.precision is not None)
 
     from harness.analysis.replay.rerun import replay_config, run_replay_worker

@@ -285,7 +285,8 @@ def test_readers_of_a_long_log_read_little(long_log: Path) -> None:
     assert bytes_read(lambda: event_log.read_non_step_events(long_log)) < 8 * MIB
     assert bytes_read(lambda: event_log.read_steps(long_log, FIRST + 250_000, FIRST + 250_250)) < 8 * MIB
     assert bytes_read(lambda: history.read(long_log)) < 8 * MIB
-    path = history.ReplayPath(LAST - 1, None, None, [range(LAST - 100_250, LAST - 100_000), range(LAST - 9, LAST)])
+    stretches = [range(LAST - 100_250, LAST - 100_000), range(LAST - 9, LAST)]
+    path = history.ReplayPath(LAST - 1, None, None, has_older=False, stretches=stretches)
     assert bytes_read(lambda: history.read_path(history.History(long_log), path)) < 8 * MIB
     assert bytes_read(lambda: events_since(long_log, LAST - 1000)) < 8 * MIB
     assert bytes_read(lambda: collect(long_log)) < 64 * MIB

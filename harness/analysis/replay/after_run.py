@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.analysis.replay import history
-from harness.analysis.replay.request import choose_path, plan_replay
+from harness.analysis.replay.request import choose_path, config_of_path, plan_replay
 from harness.config import compose
 from harness.config.errors import ConfigError, StorageError
 from harness.config.parallel import DeviceKind
@@ -66,11 +66,11 @@ def replay_after_run(run: RunDir, incident: int, *, within_s: float) -> bool:
 
 def replay_on_cpu(run: RunDir, incident: int, report: Path, *, within_s: float) -> None:
     """Replay on one rank; `ConfigError` if it does not fit into the time or the memory."""
-    cfg = compose.read(run.config)
     log = history.read(run.events)
     iteration = history.guilty_step(log, incident).iteration
     report.parent.mkdir(parents=True, exist_ok=True)
     path = choose_path(run, log, iteration)
+    cfg = config_of_path(run, compose.read(run.config), log, path)
     check_cost(cfg, path.num_iterations, within_s=within_s, memory_bytes=free_bytes())
     planned = plan_replay(run, cfg, log, path, ranks=1, report=report)
     from harness.analysis.replay.rerun import replay_config, run_replay_worker
