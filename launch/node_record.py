@@ -21,6 +21,7 @@ from typing import Any, final
 
 from harness.core.events import Event, Finding, FindingKind
 from harness.core.rundir import RunDir, write_atomically
+from harness.core.transient_io import retry_transient
 from launch.slurm.node_exclusion import (
     NodeExclusion,
     NodeFault,
@@ -45,11 +46,20 @@ def node_record_path(run: RunDir) -> Path:
 
 
 def read_node_faults(run: RunDir) -> list[NodeFault]:
-    """All recorded faults, oldest first; none if the file is missing or damaged."""
+    """All recorded faults, oldest first; none if the file is missing, damaged or cannot be read."""
     try:
-        faults = json.loads(node_record_path(run).read_text(encoding="utf-8"))["faults"]
+        return load_node_faults(run)
+    except OSError:
+        return []
+
+
+def load_node_faults(run: RunDir) -> list[NodeFault]:
+    """All recorded faults, oldest first; none if the file is missing or damaged. Raises OSError if storage fails."""
+    path = node_record_path(run)
+    try:
+        faults = json.loads(retry_transient(lambda: path.read_text(encoding="utf-8")))["faults"]
         return [parse_fault(fault) for fault in faults]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return []
 
 
@@ -86,21 +96,29 @@ def faults_of_findings(events: Iterable[Event], hosts: Sequence[str], *, nproc: 
 
 @final
 class NodeRecord:
-    """The faults of the machines of a run; only the coordinator writes them. Safe to use from several threads."""
+    """The faults of the machines of a run; only the coordinator writes them. Safe to use from several threads.
+
+    The file is read before it is first used or written. If storage fails, it is read the next time, and not written
+    before: it may hold faults that this launcher does not know.
+    """
 
     def __init__(self, run: RunDir, *, hours: float) -> None:
         self.run, self._hours = run, hours
         self._lock = Lock()
-        self._faults = read_node_faults(run)
+        self._faults: list[NodeFault] = []
+        self._is_read = False
+        self._read()
 
     def read_again(self) -> None:
         """Read what another launcher has written, before this one becomes the writer."""
         with self._lock:
-            self._faults = read_node_faults(self.run)
+            self._is_read = False
+            self._read()
 
     def add(self, faults: Iterable[NodeFault]) -> None:
         """Add faults that are not recorded yet, and write the file."""
         with self._lock:
+            self._read()
             new = [fault for fault in faults if fault not in self._faults]
             self._faults = [*self._faults, *new][-MAX_FAULTS:]
             if new:
@@ -110,6 +128,7 @@ class NodeRecord:
         """A lost machine has joined again and passed its health check."""
         now = time.time()
         with self._lock:
+            self._read()
             returned = [
                 fault._replace(returned=now)
                 if fault.node == host and fault.kind is NodeFaultKind.lost and fault.returned is None
@@ -123,10 +142,26 @@ class NodeRecord:
     def find_out(self) -> dict[str, NodeExclusion]:
         """The machines that are out now, by name."""
         with self._lock:
+            self._read()
             found = find_out_nodes(self._faults, now=time.time(), hours=self._hours)
         return {exclusion.node: exclusion for exclusion in found}
 
+    def _read(self) -> None:
+        """Read the file, unless this launcher has; faults that only this launcher knows are kept."""
+        if self._is_read:
+            return
+        try:
+            stored = load_node_faults(self.run)
+        except OSError as error:
+            self._warn("read", error)
+            return
+        known = {fault._replace(returned=None) for fault in stored}
+        self._faults = [*stored, *(fault for fault in self._faults if fault._replace(returned=None) not in known)]
+        self._is_read = True
+
     def _write(self) -> None:
+        if not self._is_read:
+            return
         out = find_out_nodes(self._faults, now=time.time(), hours=self._hours)
         content = {
             "out": [asdict(exclusion) for exclusion in out],
@@ -135,5 +170,8 @@ class NodeRecord:
         try:
             write_atomically(node_record_path(self.run), json.dumps(content, indent=1) + "\n")
         except OSError as error:
-            path = node_record_path(self.run)
-            print(f"harness: warning: cannot write {path}: {error.strerror}", file=sys.stderr, flush=True)
+            self._warn("write", error)
+
+    def _warn(self, what: str, error: OSError) -> None:
+        path = node_record_path(self.run)
+        print(f"harness: warning: cannot {what} {path}: {error.strerror}", file=sys.stderr, flush=True)

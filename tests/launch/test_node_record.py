@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from harness.core import transient_io
 from harness.core.events import Finding, FindingKind
 from harness.core.rundir import RunDir
 from launch.node_record import NodeRecord, faults_of_findings, node_record_path, read_node_faults, read_out_nodes
@@ -92,6 +96,42 @@ def test_a_damaged_file_counts_as_empty(tmp_path: Path, text: str) -> None:
     run = RunDir(tmp_path)
     node_record_path(run).write_text(text)
     assert (read_node_faults(run), read_out_nodes(run)) == ([], [])
+
+
+def test_a_file_that_cannot_be_read_for_a_while_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(transient_io, "PAUSE_S", 0.0)
+    run, now, open_file = RunDir(tmp_path), time.time(), io.open
+    corrupting = NodeFault(now, "a", "weights changed", NodeFaultKind.corrupting)
+    lost = NodeFault(now, "b", "is gone", NodeFaultKind.lost)
+    NodeRecord(run, hours=24.0).add([corrupting, lost])
+    num_failures = 1
+
+    def fail_first(path: object, mode: str = "r", *args: object, **options: object) -> object:
+        nonlocal num_failures
+        if num_failures > 0 and path == node_record_path(run) and "r" in mode:
+            num_failures -= 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return open_file(path, mode, *args, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(io, "open", fail_first)
+    assert sorted(NodeRecord(run, hours=24.0).find_out()) == ["a", "b"], "one failure is nothing"
+    num_failures = 1000
+    record = NodeRecord(run, hours=24.0)
+    record.add([NodeFault(now, "c", "is gone", NodeFaultKind.lost)])
+    assert list(record.find_out()) == ["c"]
+    assert capsys.readouterr().err.startswith(f"harness: warning: cannot read {node_record_path(run)}: Stale file")
+    num_failures = 0
+    record.mark_returned("b")
+    assert list(record.find_out()) == ["a", "c"]
+    assert [fault.node for fault in read_node_faults(run)] == ["a", "b", "c"]
+    num_failures = 1000
+    record.read_again()
+    assert list(record.find_out()) == ["a", "c"], "what is known holds until the file can be read"
+    num_failures = 0
+    record.add([corrupting._replace(node="d")])
+    assert len(read_node_faults(run)) == 4, "b once: lost and returned"
 
 
 def test_a_file_that_cannot_be_written_is_one_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
