@@ -67,7 +67,7 @@ class Exported:
 
 
 def choose_checkpoint(run: RunDir, *, step: int | None = None, name: str | None = None) -> Checkpoint:
-    """The checkpoint of that step or name; else the newest good one, or the newest if none is good yet."""
+    """The checkpoint of that step or name; else the newest good one, or the newest candidate if none is good yet."""
     saved = catalog.list_checkpoints(run.checkpoints)
     require(bool(saved), str(run.path), "has no checkpoint")
     listed = ", ".join(checkpoint.name for checkpoint in saved)
@@ -78,6 +78,8 @@ def choose_checkpoint(run: RunDir, *, step: int | None = None, name: str | None 
         saved = [checkpoint for checkpoint in saved if checkpoint.step == step]
         require(bool(saved), "--step", f"no checkpoint of step {step}; there are {listed}")
     else:
+        saved = [checkpoint for checkpoint in saved if checkpoint.health is not Health.tainted]
+        require(bool(saved), str(run.path), f"all its checkpoints are tainted; choose one with --step: {listed}")
         saved = [checkpoint for checkpoint in saved if checkpoint.health is Health.good] or saved
     return saved[-1]
 

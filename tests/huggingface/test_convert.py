@@ -242,6 +242,17 @@ def test_newest_good_checkpoint_is_chosen(tmp_path: Path) -> None:
         convert.choose_checkpoint(run, name="../x")
 
 
+def test_a_tainted_checkpoint_is_only_taken_on_request(tmp_path: Path) -> None:
+    run, _, _ = make_run(tmp_path / "run", steps=(5, 10, 15))
+    catalog.mark(run.checkpoints / "step-00000015-gen-0", Health.tainted, "a test")
+    assert convert.choose_checkpoint(run).step == 10
+    assert convert.choose_checkpoint(run, step=15).step == 15
+    for step in (5, 10):
+        catalog.mark(run.checkpoints / catalog.name_of(step, 0), Health.tainted, "a test")
+    with pytest.raises(ConfigError, match=f"^{run.path}: all its checkpoints are tainted; choose one with --step: "):
+        convert.choose_checkpoint(run)
+
+
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "manifest.json"])
 def test_damaged_checkpoint_is_rejected_and_the_file_is_named(tmp_path: Path, file: str) -> None:
     run, _, _ = make_run(tmp_path / "run")
