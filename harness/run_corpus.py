@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from harness.checkpoint import catalog
@@ -28,15 +29,15 @@ from harness.data.corpus.corpus_record import (
     Addition,
     CorpusDiff,
     DataRecord,
-    FileRecord,
     SourceRecord,
+    as_record,
     compare,
     join_first,
     next_pass,
     read_record,
     replace_batch_sizes,
 )
-from harness.data.corpus.file_probe import ListedFile, list_files
+from harness.data.corpus.file_probe import list_files, probe
 from harness.data.corpus.host_agreement import KeyedFile, agree_on_files
 from harness.data.corpus.remote_cache import use_cache
 from harness.data.order.ledger import Exclusion, Ledger
@@ -115,7 +116,7 @@ def recorded_data(cfg: Config, run: RunDir) -> DataRecord:
 
 
 def plan_data(cfg: Config) -> RunData:
-    """Decide which data this start reads, without reading the files; writes nothing."""
+    """Decide which data this start reads; writes nothing. It reads files only to tell moved ones of one size apart."""
     rundir.name_run(cfg)
     run = rundir.locate(cfg)
     rundir.check_resume(cfg, run)
@@ -184,7 +185,7 @@ def require_enough_rows(cfg: Config, record: DataRecord, *, num_data_ranks: int)
 def compare_files(recorded: DataRecord, now: DataRecord) -> dict[str, CorpusDiff]:
     """Compare the files of every source that had files and still has join_first."""
     return {
-        name: compare(then, [file.listed for file in now.sources[name].files])
+        name: compare(then, [file.listed for file in now.sources[name].files], partial(probe, key=key_of(name)))
         for name, then in recorded.sources.items()
         if then.files and name in now.sources and now.sources[name].files
     }
@@ -219,10 +220,6 @@ def first_record(cfg: Config) -> DataRecord:
         sources[name] = SourceRecord(files=tuple(map(as_record, listed.get(name, []))), text=text)
     sizes = configured_sizes(cfg)
     return DataRecord(sizes=sizes, configured=sizes, sources=sources)
-
-
-def as_record(file: ListedFile) -> FileRecord:
-    return FileRecord(path=file.path, num_bytes=file.num_bytes, index_bytes=file.index_bytes)
 
 
 def key_of(name: str) -> str:

@@ -15,7 +15,8 @@ files that were added later, and every batch size of the run. Each start compare
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -123,6 +124,10 @@ def _parse(content: dict[str, Any]) -> DataRecord:
     return DataRecord(sizes=sizes, configured=configured, sources=sources)
 
 
+def as_record(file: ListedFile) -> FileRecord:
+    return FileRecord(path=file.path, num_bytes=file.num_bytes, index_bytes=file.index_bytes)
+
+
 class CorpusDiff(NamedTuple):
     """The difference between the recorded files of a source and those that exist now."""
 
@@ -137,25 +142,27 @@ class CorpusDiff(NamedTuple):
     """[before, after] as texts, for the record of interventions."""
 
 
-def compare(recorded: SourceRecord, listed: Sequence[ListedFile]) -> CorpusDiff:
-    """Find files that were added, moved, removed or resized. Contents are not compared here; see `run_corpus`."""
+def compare(recorded: SourceRecord, listed: Sequence[ListedFile], probe: Callable[[ListedFile], str]) -> CorpusDiff:
+    """Find files that were added, moved, removed or resized. Contents are compared later (see `run_corpus`), except
+    where they alone say which file was moved where: `probe` returns the hash of the content of a file."""
     there = {file.path: file for file in listed}
     known = {file.path for file in recorded.files}
     unrecorded = [file for file in listed if file.path not in known]
+    places = find_moved([file for file in recorded.files if file.path not in there], unrecorded, probe)
     files: list[FileRecord] = []
     moved, broken = [], []
     for file in recorded.files:
-        now = there.get(file.path)
-        if now is None and (now := next((other for other in unrecorded if other[1:] == file.listed[1:]), None)):
-            unrecorded.remove(now)
-            moved.append(f"{file.path} is now {now.path}")
+        now = there.get(file.path) or places.get(file.path)
         if now is None:
             broken.append(f"{file.path} was removed")
             continue
+        if file.path in places:
+            moved.append(f"{file.path} is now {now.path}")
         if now[1:] != file.listed[1:]:
             broken.append(_describe_resize(file, now))
         files.append(replace(file, path=now.path))
-    added = [FileRecord(path=file.path, num_bytes=file.num_bytes, index_bytes=file.index_bytes) for file in unrecorded]
+    taken = set(places.values())
+    added = [as_record(file) for file in unrecorded if file not in taken]
     named = [f"{file.path} was added" for file in added]
     return CorpusDiff(
         files=(*files, *added),
@@ -164,6 +171,47 @@ def compare(recorded: SourceRecord, listed: Sequence[ListedFile]) -> CorpusDiff:
         broken=join_first(broken),
         before_after=[f"{len(recorded.files)} files", f"{len(listed)} files: {join_first([*broken, *moved, *named])}"],
     )
+
+
+def find_moved(
+    missing: Sequence[FileRecord], unrecorded: Sequence[ListedFile], probe: Callable[[ListedFile], str]
+) -> dict[str, ListedFile]:
+    """Recorded path -> the file as it is listed now, for files that were moved or renamed.
+
+    Such a file has the recorded sizes. The shards of a corpus are often of one size; then it is the only one with the
+    same name, else one with the same content. Names come first because they need no reads.
+    """
+    places: dict[str, ListedFile] = {}
+    files_named, num_named = defaultdict(list), Counter(map(_named, missing))
+    for file in unrecorded:
+        files_named[_named(file)].append(file)
+    for record in missing:
+        if num_named[_named(record)] == len(found := files_named[_named(record)]) == 1:
+            places[record.path] = found[0]
+    files_sized = defaultdict(list)
+    for file in set(unrecorded).difference(places.values()):
+        files_sized[file[1:]].append(file)
+    renamed = [record for record in missing if record.path not in places]
+    for sizes in {record.listed[1:] for record in renamed}:
+        places |= _match_contents([each for each in renamed if each.listed[1:] == sizes], files_sized[sizes], probe)
+    return places
+
+
+def _named(file: FileRecord | ListedFile) -> tuple[str, int, int]:
+    return Path(file.path).name, file.num_bytes, file.index_bytes
+
+
+def _match_contents(
+    missing: Sequence[FileRecord], candidates: Sequence[ListedFile], probe: Callable[[ListedFile], str]
+) -> dict[str, ListedFile]:
+    """`find_moved` among files of the same sizes. A single candidate is not read: every start compares it later."""
+    in_order = sorted(candidates)
+    if len(in_order) < 2 or not all(record.probes for record in missing):
+        return {record.path: file for record, file in zip(missing, in_order, strict=False)}
+    by_content = defaultdict(list)
+    for file in reversed(in_order):
+        by_content[probe(file)].append(file)
+    return {record.path: by_content[record.probes].pop() for record in missing if by_content[record.probes]}
 
 
 def _describe_resize(file: FileRecord, now: ListedFile) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -35,6 +36,10 @@ FILES = tuple(FileRecord(path=f"/data/{name}.bin", num_bytes=size) for name, siz
 def listed(*names: str, **sizes: int) -> list[ListedFile]:
     all_sizes = {"a": 10, "b": 20, "c": 30} | sizes
     return [ListedFile(f"/data/{name}.bin", all_sizes.get(name, 99), 0) for name in names]
+
+
+def never_read(file: ListedFile) -> str:
+    raise AssertionError(f"{file.path} is read")
 
 
 def grown_stretches(first: range, additions: list[tuple[int, range]]) -> tuple[Stretch, ...]:
@@ -104,24 +109,57 @@ def test_added_windows_come_before_old_ones_come_again() -> None:
     ],
 )
 def test_changed_files_are_named(now: list[ListedFile], changed: str, broken: str) -> None:
-    found = compare(SourceRecord(files=FILES), now)
+    found = compare(SourceRecord(files=FILES), now, never_read)
     assert (found.changed, found.broken) == (changed, broken)
 
 
+def test_moved_files_of_one_size_are_told_apart_by_name_and_then_by_content() -> None:
+    """A shard that was added later is recorded last, but listed first."""
+    contents = {"train-1": "1", "train-2": "2", "extra": "3"}
+    files = tuple(FileRecord(path=f"/old/{name}.bin", num_bytes=10, probes=probes) for name, probes in contents.items())
+
+    def moved(*places: str, probe: Callable[[ListedFile], str] = never_read) -> list[str]:
+        now = [ListedFile(place, 10, 0) for place in sorted(places)]
+        found = compare(SourceRecord(files=files), now, probe)
+        assert found.broken == ""
+        assert len(found.files) == found.num_added + 3
+        return [file.path for file in found.files]
+
+    assert moved("/new/train-1.bin", "/new/train-2.bin", "/new/extra.bin") == [f"/new/{name}.bin" for name in contents]
+    assert moved("/old/train-1.bin", "/b/train-2.bin", "/a/extra.bin", "/a/x.bin")[1:] == [
+        "/b/train-2.bin",
+        "/a/extra.bin",
+        "/a/x.bin",
+    ]
+    renamed = {"/new/0.bin": "2", "/new/1.bin": "3", "/new/2.bin": "1", "/new/3.bin": "4"}
+    read = lambda file: renamed[file.path]  # noqa: E731
+    assert moved(*renamed, probe=read) == ["/new/2.bin", "/new/0.bin", "/new/1.bin", "/new/3.bin"]
+    twice = {"/a/train-1.bin": "9", "/b/train-1.bin": "1", "/c/train-2.bin": "0", "/c/extra.bin": "0"}
+    assert moved(*twice, probe=lambda file: twice[file.path]) == [
+        "/b/train-1.bin",
+        "/c/train-2.bin",
+        "/c/extra.bin",
+        "/a/train-1.bin",
+    ]
+    others = [ListedFile(f"/new/{name}.bin", 10, 0) for name in "abcd"]
+    found = compare(SourceRecord(files=files), others, lambda file: file.path)
+    assert found.broken == "/old/train-1.bin was removed, /old/train-2.bin was removed, /old/extra.bin was removed"
+
+
 def test_recorded_files_keep_their_order_and_added_ones_follow() -> None:
-    found = compare(SourceRecord(files=FILES), listed("0", "a", "b", "c", "d"))
+    found = compare(SourceRecord(files=FILES), listed("0", "a", "b", "c", "d"), never_read)
     assert [Path(file.path).stem for file in found.files] == ["a", "b", "c", "0", "d"]
     assert found.num_added == 2
 
 
 def test_an_index_that_changed_is_named() -> None:
     files = (FileRecord(path="/data/a.bin", num_bytes=10, index_bytes=50),)
-    found = compare(SourceRecord(files=files), [ListedFile("/data/a.bin", 10, 58)])
+    found = compare(SourceRecord(files=files), [ListedFile("/data/a.bin", 10, 58)], never_read)
     assert found.broken == "/data/a.idx had 50 bytes and has 58"
 
 
 def test_of_many_files_only_the_first_are_named() -> None:
-    found = compare(SourceRecord(files=FILES[:1]), listed("a", "d", "e", "f", "g", "h"))
+    found = compare(SourceRecord(files=FILES[:1]), listed("a", "d", "e", "f", "g", "h"), never_read)
     assert found.changed.endswith("/data/f.bin was added, and 2 more")
 
 
