@@ -184,10 +184,13 @@ def request_hold(root: Path, checkpoints: Sequence[Checkpoint], *, now: float) -
 
 
 def held_names(root: Path, *, now: float) -> frozenset[str]:
-    """Names of the checkpoints that an operator was shown within the last `HOLD_S`."""
+    """Names of the checkpoints that an operator was shown within the last `HOLD_S`.
+
+    The operator's clock may be ahead of this one, or behind, by less than that.
+    """
     try:
         request = json.loads((root / HOLDS).read_text(encoding="utf-8"))
-        is_current = 0 <= now - float(request["time"]) < HOLD_S
+        is_current = abs(now - float(request["time"])) < HOLD_S
         return frozenset(map(str, request["names"])) if is_current else frozenset()
     except (OSError, ValueError, KeyError, TypeError):
         return frozenset()

@@ -412,7 +412,7 @@ def test_what_an_operator_was_shown_stays_for_a_while(tmp_path: Path) -> None:
     history[1] = replace(history[1], health=Health.tainted)
     assert catalog.held_names(tmp_path, now=100.0) == frozenset(), "no request"
     catalog.request_hold(tmp_path, history[:2], now=100.0)
-    for now, names_held in ((100.0, 2), (100.0 + catalog.HOLD_S - 1, 2), (100.0 + catalog.HOLD_S, 0), (99.0, 0)):
+    for now, names_held in ((100.0, 2), (100.0 + catalog.HOLD_S - 1, 2), (100.0 + catalog.HOLD_S, 0), (70.0, 2)):
         assert len(catalog.held_names(tmp_path, now=now)) == names_held
     held = catalog.held_names(tmp_path, now=101.0)
     deleted = select_for_deletion(history, keep=1, keep_every_steps=0, held=held)
