@@ -125,7 +125,7 @@ def row_tokenizer(corpus: Corpus, origin: SampleOrigin) -> Tokenizer | None:
         case EmbeddedCorpus():
             return ByteTokenizer()
         case FilesCorpus():
-            return tokenizer_beside(Path(origin.file))
+            return tokenizer_beside(corpus.path_of(origin.file))
         case _:
             return None
 

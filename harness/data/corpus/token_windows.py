@@ -89,6 +89,10 @@ class FilesCorpus:
         documents = (file.document_at(position)[0] for position in (first, first + self._length))
         return SampleOrigin(file.name, first, *documents)
 
+    def path_of(self, name: str) -> Path:
+        """The local file that a `SampleOrigin` names; that of a URL is in the cache, with its companions beside it."""
+        return next(file.path for file in self._files if file.name == name)
+
     def num_windows(self, num_files: int) -> int:
         """Samples of the first `num_files` files."""
         return self._ends[num_files - 1] if num_files else 0

@@ -236,7 +236,9 @@ def test_one_output_has_one_writer(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.full
-def test_inspect_shows_the_text_of_a_prepared_corpus(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_the_text_of_a_prepared_corpus(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     overrides = ["data=files", f"data.sources.main.paths=[{corpus}]", "model.vocab_size=500"]
     view = inspect_json([*overrides, "--batch", "7"], capsys)
     assert view == inspect_json(["--batch", "7", *overrides, "launch.nproc=4"], capsys)
@@ -245,6 +247,10 @@ def test_inspect_shows_the_text_of_a_prepared_corpus(corpus: Path, capsys: pytes
     assert not view["excluded"]
     total = sum(int(row["fingerprint"], 16) for row in view["rows"]) % 2**64
     assert view["fingerprint"] == f"{total:016x}"
+    remote = [overrides[0], f"data.sources.main.paths=['file://{corpus}.bin']", overrides[2]]
+    fetched = inspect_json([*remote, f"data.remote.cache_dir={tmp_path}", "--batch", "7"], capsys)
+    assert [row.pop("file") for row in fetched["rows"]] == [f"file://{corpus}.bin"] * 4
+    assert fetched == view | {"rows": [{key: row[key] for key in row if key != "file"} for row in view["rows"]]}
     texts = embedded_documents()
     counts = np.load(CorpusFiles(corpus).counts)
     tokenizer = open_tokenizer(CorpusFiles(corpus).tokenizer)
