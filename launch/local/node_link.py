@@ -38,16 +38,32 @@ class Link:
 
     def read_messages(self) -> list[dict[str, Any]] | None:
         """Return the messages that have arrived; None once the connection is closed."""
+        is_open = self._receive()
+        *whole, self.buffer = self.buffer.split(b"\n")
+        return [json.loads(line) for line in whole] if is_open or whole else None
+
+    def read_message(self) -> dict[str, Any] | None:
+        """Return the first message that has arrived, and leave those after it to the next read; empty if there is none
+        yet, None once the connection is closed."""
+        is_open = b"\n" in self.buffer or self._receive()
+        line, newline, rest = self.buffer.partition(b"\n")
+        if not newline:
+            return {} if is_open else None
+        self.buffer = rest
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def _receive(self) -> bool:
+        """Add what has arrived to the buffer; False once the connection is closed."""
         try:
             received = self.connection.recv(MAX_LINE_BYTES)
         except TimeoutError:
-            return []
+            return True
         except OSError:
-            return None
-        if not received or len(self.buffer) > MAX_LINE_BYTES:
-            return None
-        *whole, self.buffer = (self.buffer + received).split(b"\n")
-        return [json.loads(line) for line in whole]
+            return False
+        is_too_long = len(self.buffer) > MAX_LINE_BYTES
+        self.buffer += received
+        return bool(received) and not is_too_long
 
     def send(self, **message: Any) -> None:
         """Send one message."""

@@ -188,10 +188,9 @@ def admit_node(
 
     At the start, a launcher with another number of nodes or ranks ends the rendezvous; later, it is only rejected.
     """
-    connection.settimeout(HELLO_TIMEOUT_S)
     link = Link(-1, "", connection, time.monotonic())
     try:
-        (hello, *_) = link.read_messages() or [{}]
+        hello = read_hello(link)
         link.number, link.host, link.problems = int(hello["node"]), str(hello["host"]), hello.get("problems")
         link.stopped = int(hello.get("stopped", -1))
         if "port" in hello:
@@ -220,6 +219,18 @@ def admit_node(
         return link
     connection.close()
     return None
+
+
+def read_hello(link: Link) -> dict[str, Any]:
+    """The first message of a launcher, which may arrive in parts; empty if it does not arrive in time."""
+    deadline_s = time.monotonic() + HELLO_TIMEOUT_S
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        link.connection.settimeout(left_s)
+        hello = link.read_message()
+        if hello is None or hello:
+            break
+    link.connection.settimeout(HELLO_TIMEOUT_S)
+    return hello or {}
 
 
 def record_health(link: Link, record: NodeRecord) -> str:
@@ -279,18 +290,17 @@ def wait_for_go(group: NodeGroup, link: Link, deadline_s: float, stop_requested:
     """Wait for the message that node 0 sends when all nodes have joined."""
     spec = group.spec
     while True:
-        messages = link.read_messages()
+        message = link.read_message()  # one: the failure of a start may follow it at once
         if stop_requested():
             raise StopRequested
-        for message in messages or ():
-            if "refused" in message:
-                raise ConfigError("", message["refused"])
-            if "unhealthy" in message:
-                raise RendezvousError(message["unhealthy"])
-            if "go" in message:
-                return message
-        if messages is None:
+        if message is None:
             raise RendezvousError(f"rendezvous: node 0 ({spec.host}) disconnected before all nodes had joined")
+        if "refused" in message:
+            raise ConfigError("", message["refused"])
+        if "unhealthy" in message:
+            raise RendezvousError(message["unhealthy"])
+        if "go" in message:
+            return message
         if time.monotonic() > deadline_s:
             raise RendezvousError(f"rendezvous: not all {spec.num_nodes} nodes joined in time")
 

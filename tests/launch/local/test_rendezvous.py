@@ -7,13 +7,15 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from dataclasses import asdict
 
 import pytest
 
 from harness.config.errors import ConfigError
 from launch.local import node_address, rendezvous
-from launch.local.node_address import RendezvousError, find_interface_to
+from launch.local.node_address import RendezvousError, find_interface_to, open_listener
 from launch.local.node_group import LOOPBACK, NodeFailure, NodeGroup, RendezvousSpec
+from launch.local.node_link import encode_message
 from launch.local.ports import reserved_port
 from launch.local.rendezvous import StopRequested, join_nodes
 
@@ -133,6 +135,44 @@ def test_a_foreign_connection_is_rejected_and_the_rendezvous_continues(stack: Ex
     second = nodes.call(1)
     for call in (first, second):
         assert stack.enter_context(call.result(10)).failure is None
+
+
+def test_a_hello_may_arrive_in_parts_and_a_message_after_it_is_not_lost(stack: ExitStack) -> None:
+    nodes = FakeNodes(stack, 2)
+    first = nodes.call(0)
+    with connect(nodes.port) as client:
+        hello = encode_message({"run": "r", "nodes": 2, "nproc": 2, "node": 1, "host": "b"})
+        client.sendall(hello[:20])
+        time.sleep(0.2)
+        client.sendall(hello[20:] + encode_message({"failure": asdict(FAILURE), "restarts": 0}))
+        group = stack.enter_context(first.result(10))
+        client.sendall(encode_message({"beat": True}))
+        wait_until(lambda: group.failure == FAILURE)
+
+
+def connect(port: int) -> socket.socket:
+    """Connect to node 0, which may not listen yet."""
+    deadline = time.monotonic() + 5.0
+    while True:
+        with suppress(ConnectionRefusedError):
+            return socket.create_connection((LOOPBACK, port))
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_failure_that_arrives_together_with_go_is_not_lost(stack: ExitStack) -> None:
+    nodes = FakeNodes(stack, 2)
+    spec = RendezvousSpec(num_nodes=2, port=nodes.port)
+    first = NodeGroup(spec, LOOPBACK, "start", 1, None, 1.5, roster=(0, 1))
+    with open_listener(LOOPBACK, nodes.port, spec) as listener:
+        second = nodes.call(1)
+        connection, _ = listener.accept()
+        with connection:
+            failed = encode_message({"failure": asdict(FAILURE), "restarts": 0})
+            connection.sendall(encode_message(first.go_message()) + failed)
+        group = stack.enter_context(second.result(10))  # node 0 has died meanwhile
+        wait_until(lambda: group.failure is not None)
+        assert group.failure == FAILURE
 
 
 def test_missing_nodes_are_named(stack: ExitStack) -> None:
