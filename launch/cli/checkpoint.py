@@ -75,8 +75,9 @@ listed. Safe while the run is training.
 
 UPLOAD = """\
 Upload the checkpoints and files of a run to its checkpoint.remote.url, as the run itself does: what is there already is
-not sent again, every file is read back and compared, and retention applies. Prints one line for each checkpoint. Exit
-code 75: the store did not answer for checkpoint.remote.exit_wait_s seconds.
+not sent again, every file is read back and compared, and retention applies. Prints one line for each checkpoint. While
+the run trains, its own process uploads, and this command waits until the run has ended. Exit code 75: the store did not
+answer for checkpoint.remote.exit_wait_s seconds.
 """
 
 

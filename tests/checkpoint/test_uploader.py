@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from fsspec.implementations.local import LocalFileSystem
 from harness.checkpoint import catalog
 from harness.checkpoint.catalog import Health
 from harness.checkpoint.remote import upload_process
+from harness.checkpoint.remote.__main__ import LOCK, upload_until_end
 from harness.checkpoint.remote.__main__ import main as upload_main
-from harness.checkpoint.remote.__main__ import upload_until_end
 from harness.checkpoint.remote.remote_run import RemoteRun
 from harness.checkpoint.remote.uploader import Uploader
 from harness.checkpoint.taint_log import Taint, record_taint
-from harness.config.errors import EXIT_BAD_CONFIG, ConfigError, StorageError
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, StorageError
+from harness.core.locking.file_lock import exclusive
 from harness.core.rundir import RunDir
 from tests.checkpoint.remote_runs import make_run, remote_of, restore, save, settings, stored, upload
 from tests.checkpoint.storage import failing
@@ -299,3 +301,22 @@ def test_a_damaged_manifest_in_the_store_does_not_stop_a_local_run(
     assert resumed_elsewhere(run, tmp_path) == [older]
     upload(run)
     remote_of(run).verify_checkpoint(newer)
+
+
+def test_an_upload_that_waits_for_another_says_so_once(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    name, printed = save_small(run, 10), ""
+    with ThreadPoolExecutor(1) as pool:
+        with exclusive(run.path / LOCK, keep_trying=lambda: False) as lock:
+            assert lock is not None
+            code = pool.submit(upload_main, [str(run.path)])
+            until_s = time.monotonic() + 60
+            while "waiting for the process that uploads" not in printed:
+                assert time.monotonic() < until_s
+                time.sleep(0.05)
+                printed += capsys.readouterr().err
+            assert printed.rstrip().endswith(str(run.logs / upload_process.UPLOAD_LOG))
+            time.sleep(1.1)  # two more attempts
+            assert stored(run) == []
+        assert code.result(timeout=60) == EXIT_DONE
+    assert "waiting" not in capsys.readouterr().err
+    assert stored(run) == [(name, "candidate")]

@@ -11,10 +11,11 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from harness.checkpoint.remote.remote_run import open_remote_run
+from harness.checkpoint.remote.upload_process import UPLOAD_LOG
 from harness.checkpoint.remote.uploader import Uploader
 from harness.config import compose
 from harness.config.checkpoint import CheckpointConfig
@@ -43,12 +44,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lower_priority()
     try:
         cfg = compose.read(run.config).checkpoint
-        with exclusive(run.path / LOCK, keep_trying=lambda: True):
+        with exclusive(run.path / LOCK, keep_trying=waiting(run)):
             return upload_until_end(run, cfg, trainer=options.trainer)
     except ConfigError as error:
         log_with_time(str(error))
         is_final = options.trainer is None or not isinstance(error, AccessDenied)
         return EXIT_BAD_CONFIG if is_final else EXIT_INTERRUPTED
+
+
+def waiting(run: RunDir) -> Callable[[], bool]:
+    """A condition that always holds, and says once that another process uploads the run."""
+    line = f"waiting for the process that uploads {run.path}: that of a run that trains ends with the run; its log is"
+    lines = iter([f"{line} {run.logs / UPLOAD_LOG}"])
+
+    def keep_trying() -> bool:
+        for line in lines:
+            log_with_time(line)
+        return True
+
+    return keep_trying
 
 
 def has_store(run: RunDir) -> bool:
