@@ -27,7 +27,7 @@ from typing import final
 from harness.checkpoint.integrity import OtherVersion, storage_error
 from harness.config.errors import StorageError
 from harness.core.locking import run_lease
-from harness.core.rundir import write_atomically
+from harness.core.rundir import fsync, write_atomically
 
 HEALTH = "health.json"
 STATE_FILE = "state.json"
@@ -166,8 +166,9 @@ def read_health(path: Path) -> Health:
 
 
 def mark(path: Path, health: Health, reason: str) -> None:
-    """Record the health of a checkpoint, and why."""
+    """Record the health of a checkpoint, and why; on disk when this returns."""
     write_atomically(path / HEALTH, health_text(health, reason, time_s=time.time()))
+    fsync(path)
 
 
 def health_text(health: Health, reason: str, *, time_s: float) -> str:
@@ -306,12 +307,3 @@ def remove_unfinished(root: Path) -> None:
     for path in root.glob(".step-*"):
         if _UNFINISHED.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def fsync(path: Path) -> None:
-    """Sync the content of a file, or the names in a directory, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

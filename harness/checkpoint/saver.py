@@ -40,7 +40,7 @@ from harness.checkpoint.catalog import Health
 from harness.checkpoint.integrity import Entry, Manifest
 from harness.checkpoint.tensor_index import METADATA_FILE, IndexedTensor
 from harness.config.errors import ConfigError
-from harness.core.rundir import write_atomically
+from harness.core.rundir import fsync, write_atomically
 from harness.core.state import RunState
 from harness.distributed.collectives import gather_results
 from harness.distributed.shards import local
@@ -183,7 +183,7 @@ def _hash_own_shards(scratch: Path, rank: int) -> dict[str, Entry]:
     """Sync this rank's shards and hash them. The sync is needed: DCP syncs before it has written its last buffer."""
     own = list(scratch.glob(f"__{rank}_*.distcp"))
     for path in own:
-        catalog.fsync(path)
+        fsync(path)
     return integrity.hash_files(scratch, [path.name for path in own])
 
 

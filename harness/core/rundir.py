@@ -335,7 +335,10 @@ def user_name() -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file atomically and durably: readers see the old content or the new one, never a part."""
+    """Replace a file atomically: readers see the old content or the new one, never a part, also after a power failure.
+
+    If it must be the new one then, sync the directory too (`fsync`).
+    """
     scratch = path.with_name(f".{path.name}.tmp")
     with scratch.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -349,9 +352,21 @@ def append_line(path: Path, line: str) -> None:
     """Append a line durably (fsync). A line that a crash cut short is terminated first."""
     run_lease.guard()
     with path.open("a+b") as file:
-        if file.tell():
+        is_new = not file.tell()
+        if not is_new:
             file.seek(-1, os.SEEK_END)
             line = line if file.read(1) == b"\n" else f"\n{line}"
         file.write(f"{line}\n".encode())
         file.flush()
         os.fsync(file.fileno())
+    if is_new:
+        fsync(path.parent)
+
+
+def fsync(path: Path) -> None:
+    """Sync the content of a file, or the names in a directory, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

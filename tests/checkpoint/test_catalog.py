@@ -206,6 +206,18 @@ def test_content_and_name_are_on_disk_when_publish_returns(tmp_path: Path, monke
     assert len(list(descriptors.iterdir())) == num_open
 
 
+def test_a_mark_is_on_disk_when_mark_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, synced = make(tmp_path, name_of(10, 0)), list[tuple[Path, bool]]()
+
+    def record(descriptor: int) -> None:
+        synced.append((Path(f"/proc/self/fd/{descriptor}").readlink(), (path / catalog.HEALTH).exists()))
+
+    monkeypatch.setattr(os, "fsync", record)
+    catalog.mark(path, Health.tainted, "a test")
+    assert synced[0][0].parent == path, "the content before the rename"
+    assert synced[1:] == [(path, True)], "the name after it"
+
+
 def test_run_without_its_lease_publishes_and_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def lost() -> None:
         raise SystemExit(2)

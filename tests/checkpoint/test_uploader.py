@@ -303,6 +303,25 @@ def test_a_damaged_manifest_in_the_store_does_not_stop_a_local_run(
     remote_of(run).verify_checkpoint(newer)
 
 
+def test_a_download_is_on_disk_before_it_is_published(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = save_small(run, 10)
+    mark(run, name, Health.good)
+    upload(run)
+    target, synced, fsync = tmp_path / "elsewhere" / "first" / "checkpoints" / name, set[str](), os.fsync
+
+    def record(descriptor: int) -> None:
+        file = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if not target.exists() and file.is_file():
+            synced.add(file.name)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    assert resumed_elsewhere(run, tmp_path) == [name]
+    assert {file.name for file in target.iterdir()} <= synced
+
+
 def test_an_upload_that_waits_for_another_says_so_once(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     name, printed = save_small(run, 10), ""
     with ThreadPoolExecutor(1) as pool:

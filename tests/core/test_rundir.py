@@ -139,6 +139,15 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     assert path.read_text() == "old"
 
 
+def test_the_name_of_a_new_file_is_synced_with_its_first_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, synced = tmp_path / "ledger.jsonl", list[Path]()
+    monkeypatch.setattr(os, "fsync", lambda number: synced.append(Path(f"/proc/self/fd/{number}").readlink()))
+    rundir.append_line(path, "first")
+    rundir.append_line(path, "second")
+    assert synced == [path, tmp_path, path]
+    assert path.read_text() == "first\nsecond\n"
+
+
 def test_a_run_that_only_crashed_has_not_begun(tmp_path: Path) -> None:
     """Its name can be used with another configuration; a run with any other event cannot."""
     cfg = config(tmp_path)

@@ -27,6 +27,7 @@ from harness.checkpoint.catalog import HEALTH, Checkpoint, Health
 from harness.checkpoint.integrity import MANIFEST, READERS, Damaged, Manifest, OtherVersion
 from harness.config.errors import ConfigError, require
 from harness.core.object_store import ObjectStore, StoredObject, join_url
+from harness.core.rundir import fsync
 
 KEY = "checkpoint.remote.url"
 INDEX = "run.json"
@@ -144,13 +145,14 @@ class RemoteRun:
             with (scratch / file).open("wb") as output:
                 for block in self.checked_chunks(name, file, manifest):
                     output.write(block)
-            catalog.fsync(scratch / file)
+            fsync(scratch / file)
 
         with ThreadPoolExecutor(max_workers=READERS) as pool:
             list(pool.map(fetch, manifest.files))
         for file in (HEALTH, MANIFEST):
             with suppress(FileNotFoundError):
                 (scratch / file).write_bytes(self.store.read(place_of(name, file)))
+                fsync(scratch / file)
         integrity.verify(scratch)
         catalog.publish(scratch, target)
 
