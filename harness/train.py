@@ -223,6 +223,7 @@ def host_facts(parts: Parts, state: RunState, batch: Batch, branches: Branches) 
         in_planned_change=branches.planned,
         stride=(parts.batches.compared_stride(branches.cursor) or 1) * parts.world.context,
         batch_tokens=parts.batches.size(branches.cursor) * parts.batches.sequence_length,
+        batch_size=parts.batches.size(branches.cursor),
         recomputed=branches.recompute,
     )
 

@@ -119,8 +119,9 @@ class ReducedRecord(Event):
     bounds: dict[str, float] = field(default_factory=dict)
     """Upper limits of the gate for `loss` and `grad_norm`: it rejects an update beyond either."""
     ranks: dict[str, RankSpread] = field(default_factory=dict)
-    """Spread over the ranks of loss, grad_norm (before the reduction), step_time_s (host time outside collectives, in
-    seconds) and, on CUDA, device_time_s (kernels of the loss head, in seconds)."""
+    """Spread over the ranks of loss, grad_norm (before the reduction; as if all had the largest share of the batch),
+    step_time_s (host time outside collectives, in seconds) and, on CUDA, device_time_s (kernels of the loss head, in
+    seconds)."""
     nonfinite_ranks: list[int] = field(default_factory=list)
     """Ranks whose own loss or own gradient was not finite before the reduction."""
     mismatched_ranks: list[int] = field(default_factory=list)

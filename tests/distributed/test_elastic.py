@@ -38,6 +38,25 @@ def test_a_run_resumes_on_more_and_on_fewer_ranks_up_to_rounding(ranks: Pool, tm
     assert records[-1].loss < records[0].loss
 
 
+def test_gradient_norms_of_ranks_with_different_shares_are_comparable(ranks: Pool, tmp_path: Path) -> None:
+    """Ranks 0 and 1 have a row each; of three ranks, the last one has two. Theirs is as if they had two as well."""
+    norms = []
+    for size in (4, 3):
+        overrides = (
+            "model.num_layers=1",
+            "train.batch_size=4",
+            "train.num_steps=1",
+            "optim.warmup_steps=0",
+            f"run.name={size}",
+        )
+        code, records = ranks.run(size, cases.run, str(tmp_path), *overrides)[0]
+        assert code == 0
+        norms.append(dict(records[0].ranks["grad_norm"]["worst"]))
+    growth = [norms[1][rank] / norms[0][rank] for rank in (0, 1)]
+    assert growth[0] == pytest.approx(growth[1], rel=1e-3)
+    assert 1.41 < growth[0] < 2.01
+
+
 def num_sockets() -> int:
     return sum(path.is_socket() for path in Path("/proc/self/fd").iterdir())
 

@@ -10,12 +10,15 @@ Left out: thresholds. The detectors apply them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.core.batch_shares import Sharing
 from harness.core.events import RankSpread
 
 LIMBS = ("data_low", "data_middle", "data_high")
@@ -76,12 +79,13 @@ def summarize_slots(
     stride: int = 1,
     recomputed: int | None = None,
     context: int = 1,
+    batch_size: int | None = None,
 ) -> RankFacts:
     """Summarize a table of `SLOTS` x ranks. Stored gradients divided by `divisor` are the true ones.
 
     `stride`: distance from a rank to the rank whose row it also read. `recomputed`: distance to the rank whose rows it
     also computed; None: nothing was computed twice. `context`: number of neighbouring ranks that share their sequences;
-    they read the same rows, which count once.
+    they read the same rows, which count once. `batch_size`: rows of the global batch; None: as many for each rank.
     """
     slots = dict(zip(SLOTS, table, strict=True))
     loss, grad_square = slots["loss"], slots["grad_square"]
@@ -108,6 +112,8 @@ def summarize_slots(
         return facts
     with np.errstate(invalid="ignore", divide="ignore"):
         grad_norm = np.sqrt(grad_square) / divisor
+    if batch_size is not None:
+        grad_norm = remove_share_effect(grad_norm, share_sizes(batch_size, len(loss), context))
     measured = {
         "loss": remove_position_effect(loss, context),
         "grad_norm": grad_norm,
@@ -199,6 +205,32 @@ def remove_position_effect(loss: Numbers, context: int) -> Numbers:
         finite = (groups - means)[is_finite[:, place], place]
         offsets[place] = _median(finite) if len(finite) else 0.0
     return (groups - offsets).reshape(-1)
+
+
+@cache
+def share_sizes(batch_size: int, num_ranks: int, context: int) -> NDArray[np.int64]:
+    """Number of rows of each rank."""
+    sharing = Sharing(batch_size=batch_size, world_size=num_ranks // context)
+    spans = [sharing.rows_of(rank // context) for rank in range(num_ranks)]
+    return np.array([span.stop - span.start for span in spans])
+
+
+def remove_share_effect(grad_norm: Numbers, num_rows: NDArray[np.int64]) -> Numbers:
+    """The gradient norm of each rank, as if each had as many rows as the largest share; shares differ by one row.
+
+    The gradients of rows add up. The norm of their sum grows with the number of rows if they agree, with its root if
+    they are noise. The ratio of the medians of both kinds of ranks shows by how much. It is limited to what lies
+    between, so that the norm of a single rank with its share cannot explain itself.
+    """
+    is_larger = num_rows > num_rows.min()
+    is_finite = np.isfinite(grad_norm)
+    larger, smaller = grad_norm[is_larger & is_finite], grad_norm[~is_larger & is_finite]
+    if not (len(larger) and len(smaller)):
+        return grad_norm
+    most = float(num_rows.max() / num_rows.min())
+    usual = _median(smaller)
+    ratio = min(max(_median(larger) / usual, math.sqrt(most)), most) if usual > 0 else most
+    return np.where(is_larger, grad_norm, grad_norm * ratio)
 
 
 def find_corrupted(corruption: Numbers, *, distance: int) -> list[int]:

@@ -74,6 +74,8 @@ class HostFacts:
     """Seconds for which this rank waited for its batch; None: not measured."""
     batch_tokens: int | None = None
     """Tokens of the global batch, equal on all ranks; None: as many as in every batch."""
+    batch_size: int | None = None
+    """Rows of the global batch, equal on all ranks; None: each rank has as many."""
     recomputed: int | None = None
     """Distance from a rank to the rank whose rows it also computed; 0: its own; None: nothing was computed twice."""
 
@@ -106,6 +108,7 @@ def unpack_report(
         stride=facts.stride,
         recomputed=facts.recomputed,
         context=layout.context,
+        batch_size=facts.batch_size,
     )
     stage = rank_facts.corrupted_stage
     corrupted, corrupted_groups = ("", []) if stage is None else layout.describe_stage(stage)

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
+from harness.core.events import Finding
+from harness.sentinel.detect.guards import RankGuard
 from harness.sentinel.device.slots import (
     LIMBS,
     MAX_NAMED,
@@ -20,10 +22,12 @@ from harness.sentinel.device.slots import (
     find_misread,
     rank_spread,
     ranks_by_digest,
+    share_sizes,
     split_fingerprint,
     sum_fingerprints,
     summarize_slots,
 )
+from tests.sentinel.series import record
 
 
 def table(num_ranks: int, **rows: ArrayLike) -> Numbers:
@@ -176,6 +180,38 @@ def test_a_loss_is_compared_between_context_groups() -> None:
     assert spread["worst"][0] == [5, 39.0], "the rank, not its group"
     broken = summarize_slots(table(6, loss=[2.0, math.nan, *healthy[2:]]), divisor=1.0, replicate=1, context=2)
     assert broken.nonfinite_ranks == [1]
+
+
+def rank_findings(norms: NDArray[np.float64], batch_size: int) -> list[Finding]:
+    """Findings on the gradient norms of ranks [steps, ranks] that share such a batch."""
+    guard = RankGuard()
+    tables = [table(norms.shape[1], grad_square=row**2) for row in norms]
+    facts = [summarize_slots(each, divisor=1.0, replicate=1, batch_size=batch_size) for each in tables]
+    return [found for step, each in enumerate(facts) for found in guard.observe(record(step, 3.0, ranks=each.ranks))]
+
+
+@pytest.mark.parametrize("growth", [0.5, 0.8, 1.0])
+@pytest.mark.parametrize(("num_ranks", "batch_size"), [(3, 4), (3, 16), (4, 5), (4, 7), (4, 11), (16, 17), (16, 40)])
+def test_a_rank_with_more_rows_is_no_outlier(num_ranks: int, batch_size: int, growth: float) -> None:
+    """Norms grow with the number of rows, or with its root if the gradients are noise."""
+    usual = share_sizes(batch_size, num_ranks, 1) ** growth
+    healthy = usual * np.random.default_rng(0).normal(1.0, 0.01, (50, num_ranks))
+    assert rank_findings(healthy, batch_size) == []
+    for rank in (0, num_ranks - 1):  # they have the smallest share and the largest one
+        broken = healthy.copy()
+        broken[30, rank] *= 40.0
+        (finding,) = rank_findings(broken, batch_size)
+        assert (finding.step, finding.ranks) == (30, [rank])
+
+
+def test_norms_of_different_shares_are_compared_as_if_all_had_the_largest() -> None:
+    rows: dict[str, list[float]] = {"grad_square": [1.0, 1.0, math.nan, 4.0, 1.75**2, 2.25]}
+    found = summarize_slots(table(6, **rows), divisor=1.0, replicate=1, batch_size=5, context=2)
+    assert found.ranks["grad_norm"]["median"] == 1.75, "the first two ranks have one row of the five"
+    assert sorted(found.ranks["grad_norm"]["worst"])[:2] == [[0, 1.75], [1, 1.75]]
+    assert found.nonfinite_ranks == [2]
+    even = summarize_slots(table(6, **rows), divisor=1.0, replicate=1, batch_size=6, context=2)
+    assert even == summarize_slots(table(6, **rows), divisor=1.0, replicate=1, context=2)
 
 
 def test_the_source_of_a_nan_is_named_in_its_context_group() -> None:
