@@ -46,6 +46,9 @@ for any number of workers. Rerun the same command to continue after it was stopp
 PLAIN_PATH = re.compile(r"[\w./-]+")
 """Paths that need no quotes in an override."""
 
+BATCHES_END = 2**40
+"""Batches that `inspect` shows have a lower index; the positions of their samples fit into 63 bits."""
+
 INSPECT = """\
 Show a batch as training reads it: source, file and documents of each row, its text, the rarest tokens, entropy and
 fingerprints. The overrides are those of `harness train`; with run.name=NAME the ledger of that run applies.
@@ -136,18 +139,25 @@ def inspect_batch(arguments: Sequence[str]) -> int:
     """`harness data inspect`."""
     args = inspect_parser().parse_intermixed_args(arguments)
     require(args.batch >= 0, "--batch", f"must be 0 or more, got {args.batch}")
+    require(args.batch < BATCHES_END, "--batch", f"must be below {BATCHES_END}, got {args.batch}")
     require(args.chars >= 0, "--chars", f"must be 0 (all) or more, got {args.chars}")
     from harness.config import compose
 
     cfg = compose.load(args.overrides)
+    run = None if cfg.run.name is None else locate(cfg)
+    if run is not None:
+        message = (
+            f"is not a run directory: it has no {run.config.name}; leave out run.name to show a batch of a new run"
+        )
+        require(run.config.is_file(), str(run.path), message)
     import torch
 
     from harness.data.batch_view import render, view_batch
     from harness.data.order.ledger import Ledger
     from harness.data.sources import open_data, read_recorded_data
 
-    ledger = Ledger() if cfg.run.name is None else Ledger.load(locate(cfg).ledger, writer=False)
-    recorded = None if cfg.run.name is None else read_recorded_data(locate(cfg))
+    ledger = Ledger() if run is None else Ledger.load(run.ledger, writer=False)
+    recorded = None if run is None else read_recorded_data(run)
     batches, held_out = open_data(
         cfg, rank=0, world_size=1, device=torch.device("cpu"), ledger=ledger, recorded=recorded
     )

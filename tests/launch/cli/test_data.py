@@ -160,6 +160,7 @@ def test_filter_options_set_every_threshold() -> None:
         ),
         (["inspect"], "harness: data inspect: the following arguments are required: --batch; see --help"),
         (["inspect", "--batch", "-1"], "harness: --batch: must be 0 or more, got -1"),
+        (["inspect", "--batch", str(10**23)], f"harness: --batch: must be below 1099511627776, got {10**23}"),
         (["inspect", "--batch", "0", "model=9b"], "harness: model: no '9b'; choose one of "),
         (
             ["inspect", "--batch", "0", "data=files", "data.sources.main.paths=[gone]"],
@@ -272,6 +273,7 @@ def test_inspect_shows_the_text_of_a_prepared_corpus(
 def test_inspect_shows_bytes_ids_and_mixtures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (row, *_) = inspect_json(["--batch", "0"], capsys)["rows"]
     assert all(any(text.strip("\n") in topic for topic in embedded_documents()) for text in row["texts"])
+    assert len(inspect_json(["data=mixture", "--batch", str(data.BATCHES_END - 1)], capsys)["rows"]) == 4
     (row, *_) = inspect_json(["data=synthetic", "--batch", "0"], capsys)["rows"]
     assert [token.isdigit() for token in row["texts"][0].split()] == [True] * 33
     np.arange(1000, dtype=np.uint16).tofile(tmp_path / "flat.bin")
@@ -299,7 +301,13 @@ def test_inspect_says_what_stratify_limits(capsys: pytest.CaptureFixture[str]) -
 def test_inspect_applies_the_ledger_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = [f"run.dir={tmp_path}", "run.name=x"]
     path = locate(load(run)).ledger
+    assert data.main(["inspect", *run, "--batch", "3"]) == 2
+    line = f"harness: {tmp_path}/x: is not a run directory: it has no config.yaml; leave out run.name to show a batch"
+    output, stderr = capsys.readouterr()
+    assert output == ""
+    assert stderr == f"{line} of a new run\n"
     path.parent.mkdir(parents=True)
+    locate(load(run)).config.touch()
     Ledger.load(path).exclude(3, 4, "poisoned")
     written = path.read_bytes()
     assert inspect_json([*run, "--batch", "3"], capsys)["excluded"]
