@@ -19,7 +19,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, final
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
@@ -31,8 +31,12 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from harness.config.errors import EXIT_CRASHED
 from harness.control.stop_requests import RESTART_COUNT
-from launch.local.node_group import NodeGroup
+from harness.core.events import EndCause
+from harness.core.node_name import machine_name
+from launch.local.node_address import RendezvousError
+from launch.local.node_group import NodeFailure, NodeGroup
 from launch.local.worker_pool import PooledWorker, WorkerTask
 
 POLL_S = 0.1
@@ -65,15 +69,28 @@ class StaticRendezvous(RendezvousHandler):
         listening: dict[str, Any] = {}
         if group.store_socket is not None:
             listening = {"is_master": True, "master_listen_fd": group.store_socket.detach()}
-        store = TCPStore(
-            group.address,
-            group.store_port,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=STORE_TIMEOUT_S),
-            **listening,
-        )
+        try:
+            store = TCPStore(
+                group.address,
+                group.store_port,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=STORE_TIMEOUT_S),
+                **listening,
+            )
+        except DistError as error:
+            raise self._report_no_store(error) from None
         where = RendezvousStoreInfo(group.address, group.store_port)
         return RendezvousInfo(store, group.node_rank, group.num_nodes, where)
+
+    def _report_no_store(self, error: DistError) -> RendezvousError:
+        """Report at once that this node has no store: the agent then waits for its workers, which have no task."""
+        group, host = self._group, machine_name()
+        where = f"torch's store at {group.address}:{group.store_port}"
+        line = f"node {group.node_rank} ({host}) cannot reach {where}: {str(error).splitlines()[0]}"
+        group.report_failure(
+            NodeFailure(node_rank=group.node_rank, host=host, exit_code=EXIT_CRASHED, line=line, cause=EndCause.error)
+        )
+        return RendezvousError(line)
 
     def is_closed(self) -> bool:
         return False
@@ -178,7 +195,8 @@ def torchrun_environment(group: WorkerGroup, worker: Worker, *, restarts: int) -
 def run_agent(
     group: NodeGroup, processes: Sequence[PooledWorker], tasks: Sequence[WorkerTask], *, on_failure: FailureCallback
 ) -> dict[int, int]:
-    """Run the ranks of this node to their end; returns the exit code of each."""
+    """Run the ranks of this node to their end; returns the exit code of each. Raises ChildFailedError if one fails, and
+    RendezvousError if torch's store does not answer."""
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks by arithmetic: no exchange that a lost node could block
     spec = WorkerSpec(
         role="default",

@@ -324,6 +324,10 @@ def run_ranks(
             failure = memory.explain(logs.first_failure(error))
             stopping = bool(stop_signals)
             return print_failure(failure, logs, group, stopping=stopping, hung=watch.hung, explainer=explainer)
+        except RendezvousError as error:
+            assert group.failure is not None, "the agent has reported it, or another node was first"
+            print(f"harness: {error}", file=sys.stderr)
+            return group.failure.exit_code
         group.report_success(code)
         return code
 

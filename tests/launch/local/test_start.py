@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -22,13 +23,16 @@ from harness.core.locking import directory_lease
 from harness.core.locking.lease_holder import this_process
 from harness.core.rundir import RunDir, locate
 from launch import train
-from launch.local import hang_report, start, worker_pool
+from launch.local import agent, hang_report, start, worker_pool
 from launch.local.hang_report import dump_file
-from launch.local.node_group import LOOPBACK, SINGLE_NODE, NodeGroup
+from launch.local.node_group import LOOPBACK, SINGLE_NODE, NodeGroup, RendezvousSpec
+from launch.local.planned_restart import RestartPlanner
+from launch.local.ports import reserved_port
 from launch.local.ranks import RankFailure, RankLogs
+from launch.local.restart import RestartHistory
 from launch.local.supervisor import WRITE_TIMEOUT_S
 from launch.local.thread_count import count_expected_ranks, rank_thread_environment
-from tests.forks import ROOT, Launched
+from tests.forks import ROOT, Launched, forks
 from tests.full_disk import fill, may_mount, small_disk
 from tests.launch import workers
 from tests.launch.local.test_rendezvous import wait_until
@@ -333,6 +337,30 @@ def test_the_explanation_of_a_hang_delays_no_restart(tmp_path: Path, capsys: pyt
     line = "rank 0 called barrier, number 7 of nccl default_pg 0; rank 1 did not, and waits for no collective"
     assert capsys.readouterr().err == f"harness: {line}\n"
     assert (tmp_path / "hang.txt").read_text() == f"{line}\n"
+
+
+def test_a_node_that_does_not_reach_the_store_fails_like_a_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Node 0 is slow to open it; then all start again."""
+    monkeypatch.setattr(agent, "STORE_TIMEOUT_S", 0.3)
+    cfg = workers.config(tmp_path, "alone")
+    with reserved_port() as port, ThreadPoolExecutor() as explainer:
+        spec = RendezvousSpec(num_nodes=2, node_rank=1)
+        group = NodeGroup(spec, LOOPBACK, "start", port, None, 1.0, roster=(0, 1))
+        waiting = forks().Process(target=time.sleep, args=(60,))
+        waiting.start()
+        processes = [worker_pool.PooledWorker(waiting, Pipe()[0])]
+        history = RestartHistory(locate(cfg), cfg.launch, None)
+        planner = RestartPlanner(group, history)
+        code = start.run_ranks(cfg, workers.slow, group, processes, [], planner, explainer)
+    assert code == 1
+    assert group.failure is not None
+    assert (group.failure.node_rank, group.failure.exit_code, group.failure.cause) == (1, 1, "error")
+    where = f"torch's store at {LOOPBACK}:{port}"
+    assert re.fullmatch(rf"node 1 \(\S+\) cannot reach {where}: [^\n]+", group.failure.line)
+    assert capfd.readouterr().err.endswith(f"\nharness: {group.failure.line}\n"), "below what torch logs"
+    assert waiting.exitcode is not None, "it never had a task"
 
 
 def test_a_single_node_run_listens_on_the_loopback_only(launch: Launch) -> None:
