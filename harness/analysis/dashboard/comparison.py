@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from harness.analysis.dashboard.goodput import Goodput
-from harness.analysis.dashboard.page_data import short, spell_seconds, state_of, step_of, summarize_incidents
+from harness.analysis.dashboard.page_data import (
+    money_spent,
+    short,
+    spell_seconds,
+    state_of,
+    step_of,
+    summarize_incidents,
+)
 from harness.analysis.dashboard.run_setup import (
     NOT_MARKED,
     SHORT_COMMIT,
@@ -24,7 +31,6 @@ from harness.analysis.dashboard.run_setup import (
     gpu_text,
     latest_start,
     manifest_tree,
-    value_at,
     yaml_text,
 )
 from harness.analysis.dashboard.series import ColumnTable, pack_table, thin
@@ -159,10 +165,9 @@ def steps_text(story: Story) -> str:
 
 
 def price_text(compared: ComparedRun, goodput: Goodput) -> str:
-    """GPU hours times their price; empty if the configuration has no price."""
-    price = value_at(config_tree(compared.run), "cluster", "price_per_gpu_hour")
-    world_size = compared.story.started.world_size if compared.story.started else 0
-    return f"{price * world_size * goodput.wall_s / 3600:,.2f}" if isinstance(price, float | int) else ""
+    """What the run has cost; empty if the configuration has no price."""
+    money = money_spent(compared.run, compared.story, goodput)
+    return "" if money is None else f"{money:,.2f}"
 
 
 def run_size_text(run: RunDir) -> str:

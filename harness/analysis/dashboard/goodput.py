@@ -95,6 +95,10 @@ class Goodput:
     num_undone: int
     tokens_kept: int
     tokens_consumed: int
+    held_s: float = 0.0
+    """Part of `wall_s` in which the run had its machines: without the time between a start that ended and the next."""
+    rank_s: float = 0.0
+    """`held_s` times the number of ranks of each start."""
     lost: dict[LossCause, LostTime] = field(default_factory=dict)
     """The time outside kept steps by cause; with the kept steps it adds up to `wall_s`. The largest first."""
 
@@ -139,6 +143,10 @@ class Accounts:
     """Time since the last step: time between steps if another step follows, saving if the run ends."""
     _open_blocked_s: float = 0.0
     _last_time: float | None = None
+    _num_ranks: int = 0
+    """Ranks of the latest start; 0: it has ended."""
+    _held_s: float = 0.0
+    _rank_s: float = 0.0
     _trial_s: float = 0.0
     """Time of the trial that has no outcome yet."""
     _is_paused: bool = False
@@ -198,6 +206,8 @@ class Accounts:
         if isinstance(event, CheckpointJudged) and event.health == "damaged":
             self._damaged_step = max(self._damaged_step, parse_name(event.directory)[0])
             return  # mostly part of a start whose event follows; the time until then belongs to that one
+        if isinstance(event, RunStarted) and self._failure is None:
+            self._num_ranks = 0  # nothing logged when the start before it was gone
         passed_s = self._advance_clock(event.time)
         match event:
             case RunRestarted():
@@ -242,7 +252,7 @@ class Accounts:
                 self._cost_of(LossCause.checkpoint).times += 1
                 self._open_blocked_s += event.blocked_s
             case RunEnded():
-                self._failure = event
+                self._failure, self._num_ranks = event, 0
                 self._book(None, passed_s)
                 self._seconds[Account.saving] += self._open_s
                 self._cost_of(LossCause.checkpoint).seconds += self._open_s
@@ -281,6 +291,8 @@ class Accounts:
             num_undone=self._num_undone,
             tokens_kept=sum(self._step_tokens),
             tokens_consumed=self._tokens_consumed,
+            held_s=self._held_s,
+            rank_s=self._rank_s,
             lost=self._lost_by_cause(blocked_s=blocked_s, share=steps_s / whole_s if whole_s else 0.0),
         )
 
@@ -316,6 +328,7 @@ class Accounts:
             self._undo(event.step, LossCause.storage)
         self._undo(event.step, self._cause)
         self._has_started, self._failure, self._damaged_step = True, None, 0
+        self._num_ranks = event.world_size
         self._is_paused, self._is_starting = False, True
         self._last_tokens = None if self._tokens_consumed else 0
 
@@ -326,6 +339,9 @@ class Accounts:
         """Seconds since the last event; 0 if the clock was set back."""
         passed_s = 0.0 if self._last_time is None else max(0.0, time - self._last_time)
         self._last_time = time if self._last_time is None else max(time, self._last_time)
+        if self._num_ranks:
+            self._held_s += passed_s
+            self._rank_s += passed_s * self._num_ranks
         return passed_s
 
     def _book(

@@ -116,7 +116,6 @@ def run_facts(run: RunDir, story: Story, goodput: Goodput, *, now_s: float) -> d
     state, more = state_of(story, now_s=now_s)
     last, started = story.last, story.started
     world_size = started.world_size if started else 0
-    price = value_at(config_tree(run), "cluster", "price_per_gpu_hour")
     return {
         "name": run.path.resolve().name,
         "state": state,
@@ -134,8 +133,20 @@ def run_facts(run: RunDir, story: Story, goodput: Goodput, *, now_s: float) -> d
         "num_starts": story.num_starts,
         "world_size": world_size,
         "unread": unread(story),
-        "cost": price * world_size * goodput.wall_s / 3600 if isinstance(price, float | int) else None,
+        "cost": money_spent(run, story, goodput),
     }
+
+
+def money_spent(run: RunDir, story: Story, goodput: Goodput) -> float | None:
+    """The price of the GPUs that the starts of a run held, those of its spare machines included; None: no price."""
+    config, started = config_tree(run), story.started
+    price = value_at(config, "cluster", "price_per_gpu_hour")
+    if not isinstance(price, float | int):
+        return None
+    ranks_per_machine = max(map(len, started.machines.values()), default=0) if started else 0
+    spare_s = (value_at(config, "launch", "spares") or 0) * ranks_per_machine * goodput.held_s
+    ranks_per_gpu = value_at(config, "launch", "ranks_per_gpu") or 1
+    return float(price * (goodput.rank_s + spare_s) / ranks_per_gpu / 3600)
 
 
 def unread(story: Story) -> str:

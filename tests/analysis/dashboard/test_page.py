@@ -110,6 +110,15 @@ def test_absolute_links_are_unchanged() -> None:
     assert to_html("[a](https://b.c/d)", folder="f") == '<p><a href="https://b.c/d">a</a></p>\n'
 
 
+def test_spare_machines_cost_as_much_as_the_others(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    machines = {"n1": [0, 1], "n2": [2, 3]}
+    start = RunStarted(time=BEGUN, iteration=0, world_size=4, num_steps=9, step=0, machines=machines)
+    write(run.events, [start, record(1, time=BEGUN + 3600)])
+    run.config.write_text("cluster: {price_per_gpu_hour: 2}\nlaunch: {ranks_per_gpu: 1, spares: 1}\n")
+    assert facts(run)["run"]["cost"] == pytest.approx(2 * 6)
+
+
 def test_facts_of_a_run(tmp_path: Path) -> None:
     run = RunDir(long_run(tmp_path / "first", 400))
     run.config.write_text("cluster:\n  price_per_gpu_hour: 3.6\n", encoding="utf-8")
@@ -131,8 +140,10 @@ def test_facts_of_a_run(tmp_path: Path) -> None:
         "num_starts": 2,
         "world_size": 8,
         "unread": "",
-        "cost": pytest.approx(3.6 * 8 * 200.5 / 3600),
+        "cost": pytest.approx(3.6 * 8 * 200 / 3600),
     }
+    run.config.write_text("cluster: {price_per_gpu_hour: 3.6}\nlaunch: {ranks_per_gpu: 4, spares: 0}\n")
+    assert facts(run)["run"]["cost"] == pytest.approx(3.6 * 2 * 200 / 3600), "four ranks share a GPU"
     incident = page_facts["incidents"][0]
     assert incident["answer"] == "rewind"
     assert incident["actions"] == [

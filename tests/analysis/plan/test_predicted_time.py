@@ -151,6 +151,18 @@ def test_price_of_a_run() -> None:
     assert plan(config(), world_size=8).price is None
 
 
+def test_spare_machines_are_paid_and_ranks_that_share_a_gpu_pay_for_one() -> None:
+    def price(*overrides: str, world_size: int) -> float:
+        read = plan(config("cluster.price_per_gpu_hour=3.6", *overrides), world_size=world_size).price
+        assert read is not None
+        return read.run
+
+    nodes = ("launch.nodes=2", "launch.nproc=8")
+    assert price(*nodes, "launch.spares=1", world_size=16) == pytest.approx(1.5 * price(*nodes, world_size=16))
+    shared = ("launch.ranks_per_gpu=4", "launch.nproc=8")
+    assert price(*shared, world_size=8) == pytest.approx(price("launch.nproc=8", world_size=8) / 4)
+
+
 @pytest.mark.parametrize(
     ("overrides", "ranks"),
     [
