@@ -111,7 +111,7 @@ def run_trial(run: Run, action: Action, train_step: TrainStep) -> tuple[Outcome,
 def trial_obstacle(run: Run, num_steps: int) -> str:
     """Why there can be no trial; empty if there can."""
     policy_state = run.parts.sentinel.policy.policy_state
-    if policy_state.response is not None or policy_state.cure_for is not None:
+    if policy_state.due:
         return "a step before it calls for another action"
     if not run.parts.check.rows:
         return "sentinel.held_out_rows is 0: there is no held-out loss to compare"

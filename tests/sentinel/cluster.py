@@ -91,6 +91,9 @@ class Hostility:
     """Share of a rise of the loss that is left after an iteration."""
     trials: int = 0
     """Remedies that are tried at most after a restore."""
+    in_flight: bool = False
+    """Steps are in flight at a check or a trial, the policy is saved to JSON and restored between them, and some
+    updates are rejected because a rank was wrong."""
 
     @property
     def cfg(self) -> PolicyConfig:
@@ -117,6 +120,7 @@ class Cluster:
     now: State = field(default_factory=State)
     saved: list[State] = field(default_factory=lambda: [State()])
     excluded: set[int] = field(default_factory=set)
+    given_back: set[int] = field(default_factory=set)
     log: list[Event] = field(default_factory=list)
     progress: int = 0
     spent: list[tuple[ActionKind, int]] = field(default_factory=list)
@@ -132,6 +136,17 @@ class Cluster:
 
     def train(self) -> None:
         """Run one iteration and all actions that the policy chooses."""
+        now, findings = self.issue()
+        action = self.policy.decide(now, findings)
+        self.closed += self.policy.closed
+        self.carry_out(action)
+        if self.iteration % 5 == 0 and not now.refused:
+            self.saved.append(self.now)
+        if self.chance(self.hostility.measure):
+            self.measure_held_out()
+
+    def issue(self) -> tuple[StepRecord, list[Finding]]:
+        """Run one iteration; returns its record and findings."""
         cursor = self.now.cursor
         while cursor in self.excluded:
             cursor += 1
@@ -145,13 +160,14 @@ class Cluster:
         now = self.measure(cursor, refused)
         findings = self.suspect(now)
         self.log += [now, *findings]
-        action = self.policy.decide(now, findings)
-        self.closed += self.policy.closed
-        self.carry_out(action, now)
-        if self.iteration % 5 == 0 and not refused:
-            self.saved.append(self.now)
-        if self.chance(self.hostility.measure):
-            self.measure_held_out()
+        return now, findings
+
+    def issue_in_flight(self) -> None:
+        """Run the iterations that are issued before a check or a trial begins."""
+        for _ in range(self.hostility.lag):
+            assert self.policy.decide(*self.issue()) is None
+            self.closed += self.policy.closed
+            self.policy = restored(self.policy, self.hostility)
 
     def measure_held_out(self) -> None:
         event = HeldOutMeasured(time=0.0, iteration=self.iteration, step=self.now.step, loss=3.0 + self.now.rise)
@@ -162,6 +178,8 @@ class Cluster:
         loss = 3.0 + self.now.rise + 0.01 * self.dice.random()
         sources = {"web": 3.0, "code": float("nan") if refused else 1.0}
         now = record(self.iteration, step=self.now.step, cursor=cursor, loss=loss, refused=refused, sources=sources)
+        if self.hostility.in_flight and refused and self.chance(0.3):
+            now.corrupted_ranks, now.corrupted = [1], "the output of blocks.0"
         self.now = replace(self.now, rise=self.hostility.healing * self.now.rise)
         if self.chance(self.hostility.odd):
             self.make_unusual(now)
@@ -192,10 +210,10 @@ class Cluster:
                 self.now = replace(self.now, rise=self.dice.choice([0.0, 0.3, 2.0]))
         return found
 
-    def carry_out(self, action: Action | None, now: StepRecord) -> None:
+    def carry_out(self, action: Action | None) -> None:
         while action is not None:
             self.log.append(action)
-            self.check(action, now)
+            self.check(action)
             if action.kind is ActionKind.halt:
                 self.is_halted = True
                 return
@@ -206,6 +224,8 @@ class Cluster:
 
     def execute(self, action: Action) -> Outcome:
         succeeded = not self.chance(self.hostility.fail) or action.in_fp8 is True
+        if self.hostility.in_flight and action.kind in (ActionKind.check, ActionKind.trial):
+            self.issue_in_flight()
         if action.kind in RESTORES:
             older = [state for state in self.saved if state.iteration < action.onset]
             succeeded = succeeded and bool(older)
@@ -219,9 +239,10 @@ class Cluster:
         if action.exclude and (succeeded or action.kind is ActionKind.skip):
             self.excluded |= set(range(action.exclude[0], action.exclude[1] + 1))
             assert self.now.trained.isdisjoint(self.excluded), "an excluded batch was trained on"
-        if action.kind is ActionKind.accept:
+        if action.give_back:
             given = {batch for first, last in action.give_back for batch in range(first, last + 1)}
             assert self.now.trained.isdisjoint(given), "a batch that was given back was trained on"
+            self.given_back |= given
         return Outcome(
             time=0.0,
             iteration=self.iteration,
@@ -235,6 +256,8 @@ class Cluster:
     def try_remedies(self, action: Action) -> bool:
         """Log random results of the candidates; False if the trial breaks off."""
         assert action.num_steps is not None
+        if self.policy.policy_state.due:
+            return False
         results: list[TrialMeasured] = []
         for candidate in action.candidates:
             if self.chance(0.1):
@@ -268,9 +291,9 @@ class Cluster:
         self.iteration += self.hostility.lag
         self.now = replace(target, iteration=self.iteration)
 
-    def check(self, action: Action, now: StepRecord) -> None:
+    def check(self, action: Action) -> None:
         """Assert what must hold for every action."""
-        assert 0 <= action.onset <= now.iteration, "a restore goes back, never forward"
+        assert 0 <= action.onset <= action.iteration, "a restore goes back, never forward"
         assert not action.exclude or 0 <= action.exclude[0] <= action.exclude[1]
         is_raise = action.kind is ActionKind.cool and self.policy.policy_state.find_incident(action.incident) is None
         is_permanent = action.kind is ActionKind.precision and action.until is None
@@ -295,6 +318,12 @@ class Cluster:
         self.policy = Policy.replay(self.hostility.cfg, self.log, lag=self.hostility.lag)
 
 
+def restored(policy: Policy, hostility: Hostility) -> Policy:
+    """The policy, saved to JSON and restored."""
+    state = json.loads(json.dumps(policy.state(), allow_nan=False))
+    return Policy.restore(hostility.cfg, state, lag=hostility.lag)
+
+
 def run_cluster(hostility: Hostility) -> Cluster:
     """Train until all steps are done or the policy halts; fails if neither happens."""
     cluster = Cluster(hostility, Policy.start(hostility.cfg, lag=hostility.lag), random.Random(hostility.seed))
@@ -305,8 +334,7 @@ def run_cluster(hostility: Hostility) -> Cluster:
             return cluster
         cluster.train()
         if round_trips.random() < hostility.round_trip:
-            state = json.loads(json.dumps(cluster.policy.state(), allow_nan=False))
-            cluster.policy = Policy.restore(hostility.cfg, state, lag=hostility.lag)
+            cluster.policy = restored(cluster.policy, hostility)
         if not cluster.is_halted and num_restarts < 5 and cluster.chance(hostility.restart):
             num_restarts += 1
             cluster.restart()

@@ -62,7 +62,7 @@ class IncidentTable:
     def forget_rejections(self) -> None:
         """Drop what the rejected updates of a discarded state said about the open incidents."""
         for incident in self.opened:
-            incident.refused, incident.pending, incident.num_excessive = [], [], 0
+            incident.refused, incident.num_excessive = [], 0
 
     def close(self, incident: OpenIncident, verdict: IncidentVerdict) -> None:
         self.opened.remove(incident)

@@ -157,8 +157,6 @@ class OpenIncident:
     """That held-out loss was at its expected level: the state is not damaged."""
     expected: float | None = None
     """Held-out loss of a healthy state, computed when the check was chosen."""
-    pending: list[int] = field(default_factory=list)
-    """Batches of updates rejected while the check was under way; decided on after the check."""
     peak: float | None = None
     """Highest median of the recent losses while watched."""
     last_height: float | None = None
@@ -273,8 +271,6 @@ class OpenIncident:
                 self.trend = RecoveryTrend(moved_at=action.iteration)
             case ActionKind.skip:
                 self.rung = max(self.rung, Rung.skip)
-                first, last = action.exclude or (0, -1)
-                self.pending = [cursor for cursor in self.pending if not first <= cursor <= last]
             case ActionKind.check:
                 self.expected = action.level
             case ActionKind.trial:
@@ -373,6 +369,8 @@ class OpenIncident:
 
     @classmethod
     def restore(cls, state: dict[str, Any]) -> Self:
-        """A state of an older version has no `new_kinds` (all of its kinds count) and no `trend`."""
+        """A state of an older version has no `new_kinds` (all of its kinds count) and no `trend`, but `pending`, which
+        a restart drops."""
         fields = deepcopy({"new_kinds": state["kinds"], "trend": {}} | state)
+        fields.pop("pending", None)
         return cls(**(fields | {"trend": RecoveryTrend(**fields["trend"])}))

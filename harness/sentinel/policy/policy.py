@@ -55,12 +55,9 @@ from harness.sentinel.policy.log_events import JudgedRecord, PolicyEvent, pair_f
 from harness.sentinel.policy.open_incident import ClosedIncident, OpenIncident, Rung
 from harness.sentinel.policy.policy_state import RESTORES, PolicyState
 from harness.sentinel.policy.precision_fallback import fallback_iterations
-from harness.sentinel.policy.responses import Response
+from harness.sentinel.policy.responses import CURES, Response
 from harness.sentinel.policy.restore_scope import excluded_batches, restore_bound
 from harness.sentinel.policy.trial_choice import CURED_BY_RESTORE, LEAD_STEPS, TrialCandidate, TrialKind
-
-CURES = (ActionKind.precision, ActionKind.swap, ActionKind.cool)
-"""Tried in this order."""
 
 
 class DecisionPoint(NamedTuple):
@@ -141,16 +138,17 @@ class Policy:
             return None
         if state.remedy is not None and (incident := state.find_incident(state.remedy[0])) is not None:
             return self._apply_remedy(incident, state.remedy[1], now)
-        if state.accept_for is not None and (incident := state.find_incident(state.accept_for)) is not None:
-            return self._accept_data(incident, now)
-        if state.cure_for is not None and (incident := state.find_incident(state.cure_for)) is not None:
-            is_allowed = self._needs_cure(incident) and not state.only_watches
-            cure = self._choose_cure(incident, now) if is_allowed else None
-            if cure is not None:
-                check_first = cure.kind is ActionKind.swap and incident.looks_like_data
-                return (self._check_held_out(incident, cure.reason, now) if check_first else None) or cure
-        if state.response is not None and (incident := state.find_incident(state.response.incident)) is not None:
-            return self._act_on(state.response, incident, now)
+        accepted = None if state.accept_for is None else state.find_incident(state.accept_for)
+        if accepted is None and state.cure_for is not None:
+            incident = state.find_incident(state.cure_for)
+            if incident is not None and (cure := self._cure(incident, now)) is not None:
+                return cure
+        for response in state.due:
+            incident = state.find_incident(response.incident)
+            if incident is not None and (action := self._act_on(response, incident, now)) is not None:
+                return action
+        if accepted is not None:
+            return self._accept_data(accepted, now)
         return self._start_trial(now) or self._raise_lr(now) or self._return_to_fp8(now)
 
     def state(self) -> dict[str, Any]:
@@ -205,23 +203,26 @@ class Policy:
         match response.rung:
             case Rung.halt:
                 return self._halt(incident, response.reason, now)
-            case Rung.watch if response.clips_logits:
+            case Rung.none | Rung.watch | Rung.skip if (
+                response.leaves_fp8 and (cure := self._cure(incident, now)) is not None
+            ):
+                return cure
+            case Rung.none | Rung.watch if response.clips_logits and not self.clips_logits:
                 return self._make_action(ActionKind.qk_clip, incident, response.reason, now)
             case Rung.watch if incident.watched_since is None:
                 check = self._check_held_out(incident, response.reason, now) if response.check_first else None
                 return check or self._make_action(ActionKind.watch, incident, response.reason, now)
-            case Rung.watch:
+            case Rung.none | Rung.watch:
                 return None
             case Rung.skip if (
                 response.check_first and (check := self._check_held_out(incident, response.reason, now)) is not None
             ):
                 return check
             case Rung.skip if budgets.allows(ActionKind.skip, progress=progress):
-                first = incident.pending[0] if incident.pending else self.policy_state.lineage.seen[-1].cursor
+                assert response.batch is not None, "it answers a rejected update"
+                batches = [response.batch, response.batch]
                 skip = self._make_action(ActionKind.skip, incident, response.reason, now)
-                if response.gives_back:
-                    return replace(skip, give_back=[[first, first]])
-                return replace(skip, exclude=[first, first])
+                return replace(skip, give_back=[batches]) if response.gives_back else replace(skip, exclude=batches)
             case Rung.skip if self.policy_state.only_watches:
                 return None
             case Rung.skip:
@@ -336,6 +337,14 @@ class Policy:
         if incident.kinds == [FindingKind.optimizer_reset] and incident.watched_since is None:
             return self._make_action(ActionKind.watch, incident, f"{reason}; no state to restore", now)
         return self._halt(incident, f"no state to restore; {reason}", now)
+
+    def _cure(self, incident: OpenIncident, now: DecisionPoint) -> Action | None:
+        """The cure that an incident needs, or the check that comes before it; None if there is none."""
+        is_needed = self._needs_cure(incident) and not self.policy_state.only_watches
+        cure = self._choose_cure(incident, now) if is_needed else None
+        if cure is not None and cure.kind is ActionKind.swap and incident.looks_like_data:
+            return self._check_held_out(incident, cure.reason, now) or cure
+        return cure
 
     def _needs_cure(self, incident: OpenIncident) -> bool:
         """Whether a cure follows: after a skip always, after a restore if restores recur or failed before."""

@@ -8,7 +8,7 @@ How: only `on_record`, `on_action`, `on_outcome`, `on_trial_measured`, `on_held_
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self, final
@@ -21,7 +21,7 @@ from harness.sentinel.policy.incident_table import IncidentTable
 from harness.sentinel.policy.lineage import Lineage
 from harness.sentinel.policy.open_incident import ClosedIncident, IncidentVerdict, OpenIncident, Rung
 from harness.sentinel.policy.precision_fallback import PrecisionFallback
-from harness.sentinel.policy.record_responses import BROKEN_BATCHES, RecordResponder, add_rejection, only_watches
+from harness.sentinel.policy.record_responses import BROKEN_BATCHES, RecordResponder, only_watches
 from harness.sentinel.policy.responses import Rejections, Response
 from harness.sentinel.policy.suspect_sources import SuspectSources
 from harness.sentinel.policy.trial_choice import OpenTrial, TrialCandidate
@@ -59,14 +59,17 @@ class PolicyState:
     """Net progress: the highest step the run ever reached."""
     rejections: Rejections = field(default_factory=Rejections)
     response: Response | None = None
-    """What the last record or outcome calls for."""
+    """What the last record or outcome calls for, or what led to the check that is under way."""
+    deferred: list[Response] = field(default_factory=list)
+    """What else the last record calls for, or those in flight at a check or a trial. It is acted on after `response`,
+    unless a restore makes it void."""
     cure_for: int | None = None
-    """The incident that may need a cure after the last record or outcome."""
+    """The incident that may need a cure after the last outcome."""
     is_awaiting: bool = False
     """A restore was chosen and has no outcome yet. Records until then describe a state that is being discarded."""
     checking: int | None = None
     """The incident whose held-out check was chosen and has no outcome yet. Records until then belong to iterations
-    issued before the check; they are stored. Only findings that the check cannot judge are answered, after it."""
+    issued before the check; they are stored. What the check cannot judge is answered after it."""
     accept_for: int | None = None
     """The incident whose new loss level is to be accepted."""
     is_halted: bool = False
@@ -80,8 +83,8 @@ class PolicyState:
     in_fp8: bool = False
     """The last step computed in fp8."""
     trial: OpenTrial | None = None
-    """A trial that was chosen and has no outcome yet. Records until then were issued before it; a response to them is
-    kept, and makes the trial fail."""
+    """A trial that was chosen and has no outcome yet. Records until then were issued before it; the responses to them
+    are kept, and make the trial fail."""
     remedy: tuple[int, TrialCandidate] | None = None
     """The incident and the winner of the trial whose outcome came last."""
 
@@ -97,19 +100,16 @@ class PolicyState:
         if self.checking is not None:
             self._add_during_check(record, findings)
             return
-        response_before = None if self.trial is None else self.response
-        self.response = self.cure_for = self.remedy = None
+        if self.trial is None:
+            self.response, self.deferred = None, []
+        self.cure_for = self.remedy = None
         self.in_fp8 = record.in_fp8 is True
         self._add_to_lineage(record)
-        responder = self._make_responder()
-        responses = responder.respond(record, findings)
-        self.cure_for = responder.cure_for
+        responses = self._make_responder().respond(record, findings)
         self.incidents.close_passed(record.step)
         if not self.open_incidents and not record.refused:
             self.suspects.on_clean_record(record)
-        self.response = max(responses, key=lambda response: response.rung, default=response_before)
-        if self.response is not None and self.response.rung > Rung.skip:
-            self.cure_for = None  # the cure follows the restore
+        self._add_responses(responses)
 
     def on_held_out_measured(self, event: HeldOutMeasured) -> None:
         """Record a held-out loss, measured at the start or for a checkpoint; ignored while an incident is watched."""
@@ -132,14 +132,15 @@ class PolicyState:
             self.budgets.spend(action.kind, progress=self.progress)
         self.is_awaiting = action.kind in RESTORES
         self.checking = action.incident if action.kind is ActionKind.check else None
-        self.accept_for = None
+        if action.kind is ActionKind.accept or self.is_awaiting:
+            self.accept_for = None
         if not self.is_awaiting and self.checking is None:
+            owed = [] if is_trial else [each for each in self.due if each.is_owed and not each.is_answered_by(action)]
+            self.deferred = [each.without_restore() for each in owed]
             self.response = self.cure_for = None
         match action.kind:
             case ActionKind.halt:
                 self.is_halted = True
-            case ActionKind.check if incident is not None:
-                incident.pending = [self.lineage.seen[-1].cursor] if self.rejections.num_in_row else []
             case ActionKind.cool if action.incident:
                 self.lr_scale = 1.0 if action.lr_scale is None else action.lr_scale
                 self.cooled_at, self.cooled_for = self.progress, action.incident
@@ -188,8 +189,6 @@ class PolicyState:
             self.cure_for = incident.number if incident.is_treated else None
         elif incident is not None and outcome.kind is ActionKind.skip:
             self.cure_for = incident.number if self.guilty_source else None
-            if incident.pending:
-                self.response = Response(Rung.skip, incident.number, BROKEN_BATCHES)
 
     def resume(self, iteration: int, step: int) -> None:
         """Process a restart of the run. A restart after a halt is an operator's: incidents and budget window reset."""
@@ -198,6 +197,7 @@ class PolicyState:
             self.budgets.reset_window()
         self.is_halted = self.is_awaiting = False
         self.response = self.cure_for = self.accept_for = self.checking = self.trial = self.remedy = None
+        self.deferred = []
         self.rejections = Rejections()
         self.lineage.restart_at(iteration, step)
         self.held_out.drop_after(step)
@@ -217,6 +217,11 @@ class PolicyState:
         return self.incidents.find(number)
 
     @property
+    def due(self) -> list[Response]:
+        """The responses to act on, in this order."""
+        return [*([] if self.response is None else [self.response]), *self.deferred]
+
+    @property
     def only_watches(self) -> bool:
         """Whether the config allows no action but watch, and skip for non-finite updates."""
         return only_watches(self.cfg)
@@ -229,7 +234,7 @@ class PolicyState:
     def _on_restored(self, outcome: Outcome, incident: OpenIncident | None) -> None:
         self.lineage.restart_at(outcome.iteration, outcome.step)
         self.held_out.drop_after(outcome.step)
-        self.response = None
+        self.response, self.deferred = None, []
         self.rejections = Rejections()
         self.incidents.forget_rejections()
         self.incidents.close_undone(outcome.step)
@@ -256,39 +261,46 @@ class PolicyState:
             clips_logits=self.clips_logits,
         )
 
+    def _add_responses(self, responses: Iterable[Response]) -> None:
+        """The most urgent response is acted on first; of the others only what is owed."""
+        found = [*self.due, *responses]
+        self.response = max(found, key=lambda response: response.urgency, default=None)
+        self.deferred = [each for each in found if each is not self.response and each.is_owed]
+
     def _add_during_check(self, record: ReducedRecord, findings: Sequence[Finding]) -> None:
-        """Store a record that was issued before the check; a rejected update counts for the checked incident. A finding
-        that the check cannot judge replaces what led to it."""
+        """Store a record that was issued before the check. A halt or a restore that the check cannot judge replaces
+        what led to it; what else is owed follows the outcome."""
+        assert self.checking is not None
         self._add_to_lineage(record)
-        incident = None if self.checking is None else self.find_incident(self.checking)
-        if self.rejections.add(record) and incident is not None:
-            add_rejection(incident, record, self.lineage)
-            incident.pending.append(record.cursor)
-        responses = self._make_responder().respond_during_check(record, findings)
-        if self.response is not None and self.response.outranks_check:
-            responses = [self.response, *responses]
-        self.response = max(responses, key=lambda response: response.rung, default=self.response)
+        checked = self.find_incident(self.checking)
+        responses = self._make_responder().respond_during_check(record, findings, checked=checked)
+        self.deferred += [response for response in responses if not response.outranks_check]
+        if outranking := [response for response in responses if response.outranks_check]:
+            self._add_responses(outranking)
 
     def _on_check_outcome(self, incident: OpenIncident, outcome: Outcome) -> None:
         """Evaluate the held-out loss. Healthy: keep the state, and accept the data unless the batches are bad. Damaged:
         climb the ladder. An incident that is watched first may recover by itself (the first updates on new data do
-        damage that later ones repair); it is checked again before a restore."""
+        damage that later ones repair); it is checked again before a restore. What is owed is acted on before the data
+        is accepted, which closes the incident, and otherwise after the response; a restore makes it void."""
         incident.is_checked = self.response is None or self.response.rung is not Rung.watch
         tolerance = self.cfg.held_out_tolerance
         at_level = is_at_level(outcome.held_out_loss, incident.expected, tolerance=tolerance)
         incident.is_healthy = outcome.succeeded and incident.is_finite and at_level
         if self.response is not None and self.response.outranks_check:
-            incident.pending = []
-        elif incident.is_healthy and incident.looks_like_data:
-            self.accept_for, incident.pending = incident.number, []
-            self.response = self.cure_for = None
+            return
+        rejected = [each for each in self.due if each.incident == incident.number and each.excludes_batch]
+        owed = [each for each in self.due if each.is_owed and each not in rejected]
+        if incident.is_healthy and incident.looks_like_data:  # the rejected batches are given back then
+            self.accept_for = incident.number
+            self.response, self.deferred, self.cure_for = None, owed, None
         elif incident.is_healthy and self.response is not None:
-            self.response = Response(Rung.skip, incident.number, BROKEN_BATCHES) if incident.pending else None
-        elif not incident.is_healthy:
-            incident.pending = []
-            if self.response is not None:
-                rung = Rung.rewind if self.response.rung is Rung.skip else self.response.rung
-                self.response = self.response._replace(rung=rung, check_first=False)
+            skips = [each.without_restore()._replace(reason=BROKEN_BATCHES) for each in rejected]
+            self.response, self.deferred = None, [*skips, *owed]
+        elif not incident.is_healthy and self.response is not None:
+            has_cause = self.response.rung is Rung.skip or bool(incident.unfit)
+            rung = max(self.response.rung, Rung.rewind) if has_cause else self.response.rung
+            self.response = self.response._replace(rung=rung, check_first=False)
 
     def _on_accepted(self, incident: OpenIncident) -> None:
         """Close an incident whose data was accepted; its skips are refunded and no source is blamed for it."""
@@ -319,6 +331,7 @@ class PolicyState:
             "refusals": asdict(self.rejections),
             "cases": [incident.state() for incident in self.open_incidents],
             "demand": None if self.response is None else list(self.response),
+            "deferred": [list(response) for response in self.deferred],
             "trial": None if self.trial is None else asdict(self.trial),
             "numbers": {"num_incidents": self.incidents.num_incidents}
             | {name: getattr(self, name) for name in PLAIN_FIELDS},
@@ -326,7 +339,7 @@ class PolicyState:
 
     @classmethod
     def restore(cls, cfg: PolicyConfig, state: dict[str, Any]) -> Self:
-        response, trial, numbers = state["demand"], state.get("trial"), dict(state["numbers"])
+        trial, numbers = state.get("trial"), dict(state["numbers"])
         opened = [OpenIncident.restore(incident) for incident in state["cases"]]
         incidents = IncidentTable(cfg=cfg, opened=opened, num_incidents=numbers.pop("num_incidents"))
         return cls(
@@ -338,7 +351,8 @@ class PolicyState:
             fallback=PrecisionFallback.restore(state.get("fallback", {})),
             held_out=HeldOutLevel.restore(state.get("health", []), state.get("planned", [])),
             rejections=Rejections(**state["refusals"]),
-            response=None if response is None else Response(Rung(response[0]), *response[1:]),
+            response=None if state["demand"] is None else Response.restore(state["demand"]),
+            deferred=[each for saved in state.get("deferred", []) if (each := Response.restore(saved)) is not None],
             trial=None if trial is None else OpenTrial(**deepcopy(trial)),
             **numbers,
         )

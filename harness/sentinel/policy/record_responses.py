@@ -2,7 +2,7 @@
 and done before at the same place.
 
 How: the parts of a record are answered in the order of cause and effect: fp8_range, the update itself, the findings of
-the detectors, then the watched incidents that got no stronger answer. The policy state takes the highest rung.
+the detectors, then the watched incidents that got no stronger answer. The policy state acts on the most urgent one.
 """
 
 from __future__ import annotations
@@ -51,14 +51,12 @@ class RecordResponder:
     rejections: Rejections
     clips_logits: bool
     """Attention logits are clipped already."""
-    cure_for: int | None = None
-    """The incident with an fp8_range finding in this record."""
 
     def respond(self, record: ReducedRecord, findings: Sequence[Finding]) -> list[Response]:
         """The responses to a record, already in the lineage."""
         causes_first = sorted(findings, key=lambda finding: finding.kind not in CAUSES)
         to_fp8_range = [*self._respond_to_fp8_range(record, findings)]
-        to_update = [*self._respond_to_update(record)]
+        to_update = [*self._respond_to_update(record, findings)]
         to_findings = [*self._respond_to_findings(record, causes_first)]
         if only_watches(self.cfg):
             is_nonfinite = record.refused and not has_finite_update(record)
@@ -67,26 +65,33 @@ class RecordResponder:
         responses = [*to_fp8_range, *to_update, *to_findings]
         return [*responses, *self._respond_to_watches(record, responses)]
 
-    def respond_during_check(self, record: ReducedRecord, findings: Sequence[Finding]) -> list[Response]:
-        """The responses to findings that the held-out loss cannot judge. They are raised once and must not be lost."""
+    def respond_during_check(
+        self, record: ReducedRecord, findings: Sequence[Finding], *, checked: OpenIncident | None
+    ) -> list[Response]:
+        """The responses to a record that was issued before a held-out check. Only what the check cannot judge, and what
+        no later record calls for again, is answered. A rejected update counts for the checked incident."""
+        to_fp8_range = [each.without_restore() for each in self._respond_to_fp8_range(record, findings)]
+        to_update = [*self._respond_to_update_during_check(record, checked)]
         certain = [each for each in findings if each.kind in STATE_FINDINGS or FIRST_RUNG.get(each.kind) is Rung.halt]
-        responses = self._respond_to_findings(record, certain)
-        return [response._replace(outranks_check=True) for response in responses if response.rung > Rung.watch]
+        growing = [each for each in findings if each.signal == PrecursorSignal.attention_logit]
+        to_findings = self._respond_to_findings(record, [*certain, *growing])
+        outranking = [each._replace(outranks_check=each.rung > Rung.watch) for each in to_findings]
+        return [*to_fp8_range, *to_update, *(each for each in outranking if each.outranks_check or each.is_owed)]
 
     def _respond_to_fp8_range(self, record: ReducedRecord, findings: Iterable[Finding]) -> Iterator[Response]:
         """Respond to fp8_range before anything else in the record: it is the cause of the rest."""
         for finding in [finding for finding in findings if finding.kind is FindingKind.fp8_range]:
             incident = self._find_or_open(finding.kind, record, onset=min(finding.onset, record.iteration))
-            incident.unfit, self.cure_for = finding.message, incident.number
-            if not incident.is_treated:
-                yield Response(Rung.rewind if incident.shows_damage else Rung.watch, incident.number, finding.message)
+            incident.unfit = finding.message
+            rung = Rung.rewind if incident.shows_damage else Rung.watch
+            yield Response(
+                Rung.none if incident.is_treated else rung, incident.number, finding.message, leaves_fp8=True
+            )
 
-    def _respond_to_update(self, record: ReducedRecord) -> Iterator[Response]:
+    def _respond_to_update(self, record: ReducedRecord, findings: Iterable[Finding]) -> Iterator[Response]:
         """Respond to a rejected update or non-finite weights, independently of the detectors."""
         if is_corrupted(record):
-            incident = self._find_or_open(FindingKind.corruption, record, onset=record.iteration)
-            reason = f"the update of batch {record.cursor} was rejected: {record.corrupted} was computed wrong"
-            yield Response(Rung.skip, incident.number, f"{reason}; the batch is consumed again", gives_back=True)
+            yield self._repeat_batch(record)
             return
         is_rejection = self.rejections.add(record)
         first = self.rejections.since if self.rejections.num_in_row else record.iteration
@@ -98,19 +103,42 @@ class RecordResponder:
             add_rejection(incident, record, self.lineage)
             reason = f"{self.rejections.num_in_row} updates rejected in a row: the state is damaged, not the batches"
             if incident.has_only_rejections and incident.is_healthy and has_finite_update(record):
-                yield Response(Rung.skip, incident.number, BROKEN_BATCHES)
+                yield Response(Rung.skip, incident.number, BROKEN_BATCHES, batch=record.cursor)
             elif incident.has_only_rejections and incident.target_step is not None and has_finite_update(record):
                 reason = f"the update of batch {record.cursor} was rejected again after a restore"
-                yield Response(Rung.skip, incident.number, reason, check_first=True)
+                yield Response(Rung.skip, incident.number, reason, check_first=True, batch=record.cursor)
             else:
-                yield Response(Rung.rewind, incident.number, reason)
+                yield Response(Rung.rewind, incident.number, reason, batch=record.cursor)
         elif is_rejection:
             incident = self._find_or_open("refusal", record, onset=record.iteration)
             add_rejection(incident, record, self.lineage)
             rung = Rung.skip if incident.blames_data else Rung.rewind
             is_often = len(incident.refused) >= self.cfg.refused_in_row and incident.looks_like_data
-            check_first = has_finite_update(record) and (is_often or record.in_planned_change)
-            yield Response(rung, incident.number, f"the update of batch {record.cursor} was rejected", check_first)
+            yield Response(
+                rung,
+                incident.number,
+                f"the update of batch {record.cursor} was rejected",
+                check_first=has_finite_update(record) and (is_often or record.in_planned_change),
+                gives_back=any(finding.kind is FindingKind.fp8_range for finding in findings),  # fp8 is to blame
+                batch=record.cursor,
+            )
+
+    def _respond_to_update_during_check(
+        self, record: ReducedRecord, checked: OpenIncident | None
+    ) -> Iterator[Response]:
+        if is_corrupted(record):
+            yield self._repeat_batch(record)
+        elif self.rejections.add(record) and checked is not None:
+            add_rejection(checked, record, self.lineage)
+            reason = f"the update of batch {record.cursor} was rejected"
+            yield Response(Rung.skip, checked.number, reason, batch=record.cursor)
+
+    def _repeat_batch(self, record: ReducedRecord) -> Response:
+        """The response to a corrupted update: its batch is innocent."""
+        incident = self._find_or_open(FindingKind.corruption, record, onset=record.iteration)
+        reason = f"the update of batch {record.cursor} was rejected: {record.corrupted} was computed wrong"
+        reason = f"{reason}; the batch is consumed again"
+        return Response(Rung.skip, incident.number, reason, gives_back=True, batch=record.cursor)
 
     def _respond_to_findings(self, record: ReducedRecord, findings: Iterable[Finding]) -> Iterator[Response]:
         for finding in findings:
@@ -133,9 +161,9 @@ class RecordResponder:
             reason = finding.message
             if rung is Rung.halt and finding.kind is FindingKind.corrupting_rank:
                 reason = f"{reason}, also after a restore: restart without its machine"
-            if rung is not Rung.none:
+            clips_logits = finding.signal == PrecursorSignal.attention_logit and not self.clips_logits
+            if rung is not Rung.none or clips_logits:
                 is_spike = finding.kind is FindingKind.loss_spike
-                clips_logits = finding.signal == PrecursorSignal.attention_logit and not self.clips_logits
                 yield Response(rung, incident.number, reason, check_first=is_spike, clips_logits=clips_logits)
 
     def _respond_to_watches(self, record: ReducedRecord, others: Sequence[Response]) -> Iterator[Response]:
@@ -188,6 +216,12 @@ def add_rejection(incident: OpenIncident, record: ReducedRecord, lineage: Lineag
 def _limit(responses: Iterable[Response], highest: Rung) -> list[Response]:
     """The responses without a held-out check and with at most this rung."""
     return [
-        response._replace(rung=min(response.rung, highest), check_first=False, clips_logits=False)
+        response._replace(
+            rung=min(response.rung, highest),
+            check_first=False,
+            clips_logits=False,
+            batch=response.batch if highest >= Rung.skip else None,
+            leaves_fp8=False,
+        )
         for response in responses
     ]

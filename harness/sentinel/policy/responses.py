@@ -26,6 +26,9 @@ before every rewind or rollback of an incident whose numbers are finite, once pe
 applies) from new data (the new level is accepted). `refused_in_row` rejected updates in one incident lead to the same
 check, and so does the first one after a planned change.
 
+A record may call for several things, and so do the records in flight at a check or a trial. A restore makes all others
+void. Without one, none is lost that no later record calls for again: a rejected batch, bf16, QK-clip.
+
 Left out: facts of a single rank (its clock, its memory, its rows). A `ReducedRecord` does not contain them.
 """
 
@@ -33,9 +36,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, Self, final
 
-from harness.core.events import FindingKind, ReducedRecord
+from harness.core.events import Action, ActionKind, FindingKind, ReducedRecord
 from harness.sentinel.policy.open_incident import CAUSES, Rung
 
 FIRST_RUNG = {
@@ -58,7 +61,9 @@ FIRST_RUNG = {
     FindingKind.data_mismatch: Rung.halt,
 }
 """First rung of each finding. A finding that is not listed has no response, except fp8_range, which calls for a cure at
-once (`PolicyState`)."""
+once (`Response.leaves_fp8`)."""
+CURES = (ActionKind.precision, ActionKind.swap, ActionKind.cool)
+"""Tried in this order."""
 BATCH_FINDINGS = CAUSES | {FindingKind.nonfinite, FindingKind.loss_spike, FindingKind.level_shift}
 """Findings that a rejected batch may raise. Its update was not applied, so excluding the batch is enough."""
 EXCESSIVE_GRADIENT = 40.0
@@ -81,6 +86,48 @@ class Response(NamedTuple):
     """Watch: clip the attention logits from now on."""
     outranks_check: bool = False
     """It holds whatever the held-out loss is, which is being checked."""
+    batch: int | None = None
+    """The batch of the rejected update that it answers."""
+    leaves_fp8: bool = False
+    """A cure comes first, if one applies: bf16 for a while."""
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether it is still acted on after another response that restores nothing: no later record calls for it
+        again."""
+        return self.batch is not None or self.clips_logits or self.leaves_fp8
+
+    @property
+    def excludes_batch(self) -> bool:
+        """Whether the batch of a rejected update is skipped for good."""
+        return self.batch is not None and not self.gives_back
+
+    @property
+    def urgency(self) -> tuple[bool, Rung, bool, Rung]:
+        """The highest is acted on first. A restore makes the others void, and a cure precedes a skip."""
+        return self.outranks_check, max(self.rung, Rung.skip), self.leaves_fp8, self.rung
+
+    def is_answered_by(self, action: Action) -> bool:
+        """Whether an action does what is owed."""
+        match action.kind:
+            case ActionKind.skip:
+                ranges = [*action.give_back, *([action.exclude] if action.exclude else [])]
+                return self.batch is not None and any(first <= self.batch <= last for first, last in ranges)
+            case ActionKind.qk_clip:
+                return self.clips_logits
+            case _:
+                return self.leaves_fp8 and action.kind in CURES
+
+    def without_restore(self) -> Self:
+        """What is owed of it if there is no restore."""
+        rung = min(self.rung, Rung.watch) if self.batch is None else Rung.skip
+        return self._replace(rung=rung, check_first=False)
+
+    @classmethod
+    def restore(cls, saved: list[Any]) -> Self | None:
+        """Restore from a list of the fields. One of an older version does not say which batch it answers, and is
+        dropped, as a restart drops it anyway."""
+        return cls(Rung(saved[0]), *saved[1:]) if len(saved) == len(cls._fields) else None
 
 
 def is_overflow(record: ReducedRecord) -> bool:

@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 from harness.config.sentinel import AllowedActions, BudgetConfig
-from harness.core.events import Action, ActionKind, FindingKind, HeldOutMeasured, RunStarted, StepRecord
+from harness.core.events import (
+    Action,
+    ActionKind,
+    FindingKind,
+    HeldOutMeasured,
+    PrecursorSignal,
+    RunStarted,
+    StepRecord,
+)
 from harness.sentinel.detect.trajectory import RecoveryTrend
 from harness.sentinel.policy.budgets import Budgets
 from harness.sentinel.policy.held_out_level import HeldOutLevel, is_at_level
@@ -21,6 +29,7 @@ from harness.sentinel.policy.policy_state import PolicyState
 from harness.sentinel.policy.precision_fallback import PrecisionFallback, fallback_iterations
 from harness.sentinel.policy.responses import (
     Rejections,
+    Response,
     has_broken_weights,
     has_excessive_gradient,
     has_finite_update,
@@ -252,6 +261,34 @@ class TestSymptoms:
         assert rejections.num_in_row == 1
         rejections.add(record(9))
         assert not rejections.add(overflow), "an applied update starts the count again"
+
+
+class TestResponse:
+    @pytest.mark.parametrize(
+        ("facts", "answered"),
+        [
+            ({"exclude": [4, 6]}, True),
+            ({"exclude": [5, 5]}, True),
+            ({"exclude": [6, 9]}, False),
+            ({"give_back": [[1, 2], [5, 5]]}, True),
+            ({"give_back": [[1, 4]]}, False),
+            ({}, False),
+        ],
+    )
+    def test_a_skip_answers_for_its_batches(self, facts: dict[str, Any], answered: bool) -> None:
+        assert Response(Rung.skip, 1, "", batch=5).is_answered_by(action(SKIP, **facts)) is answered
+
+    def test_what_is_owed_without_a_restore(self) -> None:
+        rejected = Response(Rung.rewind, 1, "", check_first=True, batch=5).without_restore()
+        assert (rejected.rung, rejected.check_first) == (Rung.skip, False)
+        assert Response(Rung.rewind, 1, "", leaves_fp8=True).without_restore().rung is Rung.watch
+        assert Response(Rung.none, 1, "", leaves_fp8=True).without_restore().rung is Rung.none
+
+    def test_only_the_clip_answers_for_the_logits_and_any_cure_for_fp8(self) -> None:
+        kinds = (SKIP, ActionKind.watch, ActionKind.qk_clip, ActionKind.precision, ActionKind.swap, COOL)
+        clip, cure = Response(Rung.watch, 1, "", clips_logits=True), Response(Rung.none, 1, "", leaves_fp8=True)
+        assert [kind for kind in kinds if clip.is_answered_by(action(kind))] == [ActionKind.qk_clip]
+        assert [kind for kind in kinds if cure.is_answered_by(action(kind))] == [*kinds[3:]]
 
 
 class TestHeldOutLevel:
@@ -642,12 +679,10 @@ class TestOpenIncident:
             climbing.on_action(action(kind), cfg=CFG)
             assert climbing.rung == reached
 
-    def test_a_skip_removes_its_batches_from_the_pending_ones(self) -> None:
-        skipped = open_incident(pending=[3, 4, 5, 6], rung=Rung.none)
+    def test_a_skip_reaches_its_rung(self) -> None:
+        skipped = open_incident(rung=Rung.none)
         skipped.on_action(action(ActionKind.skip, exclude=[4, 5]), cfg=CFG)
-        assert (skipped.pending, skipped.rung) == ([3, 6], Rung.skip)
-        skipped.on_action(action(ActionKind.skip), cfg=CFG)
-        assert skipped.pending == [3, 6]
+        assert skipped.rung is Rung.skip
 
     def test_a_watch_lasts_as_long_as_configured(self) -> None:
         watched = open_incident(rung=Rung.skip)
@@ -684,7 +719,6 @@ class TestOpenIncident:
 
 
 def action(kind: ActionKind, **facts: Any) -> Action:
-
     return Action(time=0.0, iteration=40, kind=kind, step=40, incident=1, reason="", onset=40, **facts)
 
 
@@ -743,6 +777,113 @@ class TestPolicyState:
         else:
             assert follow_up.kind is expected
             assert str(kind) in follow_up.reason
+
+    def decide_in_flight(self, run: Run, *kinds: FindingKind, **facts: Any) -> None:
+        """One more step that was issued before the check; the policy is saved and restored after its record."""
+        run.iteration, run.step = run.iteration + 1, run.step + (not facts.get("refused"))
+        now = replace(record(run.iteration, step=run.step, cursor=run.cursor), **facts)
+        run.cursor += 1
+        found = [replace(finding(kind, now), signal=PrecursorSignal.attention_logit) for kind in kinds]
+        assert run.policy.decide(now, found) is None
+        saved = json.loads(json.dumps(run.policy.state()))
+        run.policy = Policy.restore(run.policy.policy_state.cfg, saved, lag=LAG)
+
+    def actions_after(self, run: Run, check: Action, loss: float) -> list[Action]:
+        """All actions that follow a check with this held-out loss."""
+        actions, done = list[Action](), replace(outcome(check, step=run.step), held_out_loss=loss)
+        while (chosen := run.policy.on_outcome(done)) is not None:
+            actions.append(chosen)
+            done = outcome(chosen, step=run.step)
+        return actions
+
+    @pytest.mark.parametrize(("loss", "kinds"), [(3.0, ["precision", "accept"]), (9.0, ["rewind", "precision"])])
+    @pytest.mark.parametrize("is_last", [True, False])
+    def test_fp8_range_in_flight_at_a_check_counts_after_it(self, loss: float, kinds: list[str], is_last: bool) -> None:
+        """Its detector raises it once. With damage it is the known cause."""
+        run, check = self.run_with_check()
+        self.decide_in_flight(run, FindingKind.fp8_range)
+        if not is_last:
+            self.decide_in_flight(run)
+        actions = self.actions_after(run, check, loss)
+        assert [each.kind for each in actions] == kinds
+        (precision,) = [each for each in actions if each.kind is ActionKind.precision]
+        assert precision.in_fp8 is False
+        assert precision.reason.startswith("fp8_range seen")
+        assert run.policy.in_fallback
+
+    @pytest.mark.parametrize(("loss", "kinds"), [(3.0, ["qk_clip", "accept"]), (9.0, ["watch", "qk_clip"])])
+    def test_growing_logits_in_flight_at_a_check_are_clipped_after_it(self, loss: float, kinds: list[str]) -> None:
+        run, check = self.run_with_check()
+        self.decide_in_flight(run, FindingKind.precursor)
+        self.decide_in_flight(run, FindingKind.precursor)
+        assert [each.kind for each in self.actions_after(run, check, loss)] == kinds
+        assert run.policy.clips_logits
+
+    @pytest.mark.parametrize("is_corrupted", [True, False])
+    @pytest.mark.parametrize("loss", [3.0, 9.0], ids=["healthy", "damaged"])
+    def test_batches_rejected_in_flight_at_a_check_are_not_lost(self, is_corrupted: bool, loss: float) -> None:
+        """Those of corrupted updates are consumed again, the others accepted with the data or excluded."""
+        run, check = self.run_with_check()
+        facts: dict[str, Any] = {"corrupted_ranks": [1], "corrupted": "the output of blocks.0"} if is_corrupted else {}
+        first = run.cursor
+        for _ in range(2):
+            self.decide_in_flight(run, loss=9.0, refused=True, **facts)
+        assert run.policy.policy_state.rejections.num_in_row == (0 if is_corrupted else 2)
+        found = [(each.kind, each.exclude, each.give_back) for each in self.actions_after(run, check, loss)]
+        batches = [[first, first], [first + 1, first + 1]]
+        skip, watch, accept = ActionKind.skip, ActionKind.watch, ActionKind.accept
+        match is_corrupted, loss:
+            case True, 3.0:
+                assert found == [*((skip, [], [each]) for each in batches), (accept, [], [])]
+            case True, _:
+                assert found == [(watch, [], []), *((skip, [], [each]) for each in batches)]
+            case False, 3.0:
+                assert found == [(accept, [], [[first, first + 1]])]
+            case _:
+                assert found == [(watch, [], []), *((skip, each, []) for each in batches)]
+
+    def test_a_restore_makes_void_what_was_in_flight_at_the_check(self) -> None:
+        run, check = self.run_with_check()
+        self.decide_in_flight(run, loss=9.0, refused=True)
+        self.decide_in_flight(run, FindingKind.weights_changed)
+        self.decide_in_flight(run, loss=9.0, refused=True)
+        assert [each.kind for each in self.actions_after(run, check, 3.0)] == [ActionKind.rewind]
+        assert run.iterate_clean(5) == []
+
+    def test_growing_logits_in_the_record_of_a_loss_spike_are_clipped(self) -> None:
+        run = Run()
+        assert run.iterate_clean(60) == []
+        now = record(61, loss=5.0)
+        growing = replace(finding(FindingKind.precursor, now), signal=PrecursorSignal.attention_logit)
+        watch = run.policy.decide(now, [finding(FindingKind.loss_spike, now), growing])
+        assert watch is not None
+        clip = run.policy.on_outcome(outcome(watch, step=61))
+        assert clip is not None
+        assert (watch.kind, clip.kind) == (ActionKind.watch, ActionKind.qk_clip)
+        assert run.policy.on_outcome(outcome(clip, step=61)) is None
+
+    def test_growing_logits_near_a_restored_incident_are_clipped(self) -> None:
+        run = Run()
+        run.iterate_clean(60)
+        restore = run.iterate(FindingKind.weights_changed)
+        assert restore is not None
+        assert run.restore(restore, steps=5) is None
+        now = record(run.iteration + 1, step=run.step + 1, cursor=run.cursor)
+        growing = replace(finding(FindingKind.precursor, now), signal=PrecursorSignal.attention_logit)
+        clip = run.policy.decide(now, [growing])
+        assert clip is not None
+        assert (clip.kind, clip.incident) == (ActionKind.qk_clip, restore.incident)
+
+    def test_a_state_of_an_older_version_has_nothing_deferred(self) -> None:
+        """It stored the rejected batches in the incident, and a response without its batch."""
+        run, _ = self.run_with_check()
+        self.decide_in_flight(run, loss=9.0, refused=True)
+        saved = run.policy.policy_state.state()
+        assert saved.pop("deferred")
+        saved["demand"] = saved["demand"][:7]
+        saved["cases"][0]["pending"] = [61]
+        state = PolicyState.restore(run.policy.policy_state.cfg, json.loads(json.dumps(saved)))
+        assert state.due == []
 
     def test_a_restart_drops_a_check_without_outcome(self) -> None:
         run, _ = self.run_with_check()
@@ -810,7 +951,7 @@ class TestPolicyState:
             state.on_record(record(iteration, cursor=10 * iteration), [])
         state.on_record(make_record(cursor=77, in_planned_change=True), [])
         state.on_action(make_action(ActionKind.check, incident=1))
-        assert state.open_incidents[0].pending == [77]
+        assert [response.batch for response in state.due] == [77]
 
     @pytest.mark.parametrize(
         ("facts", "is_divergent"), [({"loss": math.nan}, True), ({"grad_norm": math.inf}, False), ({}, False)]
@@ -846,7 +987,7 @@ class TestPolicyState:
         state, now = PolicyState.new(CFG), record(7)
         state.on_record(now, [finding(FindingKind.fp8_range, now)])
         assert state.response is not None
-        assert (state.response.rung, state.response.incident, state.cure_for) == (Rung.watch, 1, 1)
+        assert (state.response.rung, state.response.incident, state.response.leaves_fp8) == (Rung.watch, 1, True)
         assert state.open_incidents[0].unfit == "fp8_range seen"
 
 

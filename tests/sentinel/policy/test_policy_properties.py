@@ -57,6 +57,21 @@ def test_the_state_survives_json_at_any_point(hostility: Hostility, round_trip: 
     assert [to_json(event) for event in interrupted.log] == [to_json(event) for event in whole.log]
 
 
+@given(hostile.filter(lambda hostility: hostility.lag > 0))
+@settings(max_examples=50, deadline=None)
+def test_no_batch_is_lost(hostility: Hostility) -> None:
+    """Every batch behind the run was trained on, or the ledger holds it, also if its update was rejected in flight."""
+    hostility = replace(hostility, in_flight=True, fail=0.0, restart=0.0)
+    cluster = Cluster(hostility, Policy.start(hostility.cfg, lag=hostility.lag), random.Random(hostility.seed))
+    while cluster.now.step < NUM_STEPS:
+        cluster.train()
+        if cluster.is_halted:
+            break
+        lost = set(range(cluster.now.cursor)) - cluster.now.trained - cluster.excluded - cluster.given_back
+        assert not lost
+    assert Policy.replay(hostility.cfg, cluster.log, lag=hostility.lag).state() == cluster.policy.state()
+
+
 @given(st.integers(0, 2**32), st.integers(1, NUM_STEPS - 1))
 @settings(max_examples=40, deadline=None)
 def test_a_step_that_always_diverges_halts_the_run(seed: int, step: int) -> None:
@@ -74,5 +89,5 @@ def test_a_step_that_always_diverges_halts_the_run(seed: int, step: int) -> None
             cluster.iteration += 1
             cluster.now = replace(cluster.now, iteration=cluster.iteration, step=step + 1, cursor=now.cursor + 1)
             found = [finding(FindingKind.divergence, now)]
-            cluster.carry_out(cluster.policy.decide(now, found), now)
+            cluster.carry_out(cluster.policy.decide(now, found))
     assert actions_of(cluster)[-1].kind is ActionKind.halt

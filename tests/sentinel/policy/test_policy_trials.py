@@ -16,7 +16,7 @@ from harness.sentinel.policy.policy import Policy
 from harness.sentinel.policy.trial_choice import TrialKind, choose_candidate, is_decided, is_healthy
 from harness.trials import trial_obstacle
 from tests.sentinel.cluster import Hostility, actions_of, run_cluster
-from tests.sentinel.policy_runs import LAG, Run, defaults, outcome
+from tests.sentinel.policy_runs import LAG, Run, defaults, outcome, record
 
 
 def with_trials() -> PolicyConfig:
@@ -214,6 +214,30 @@ def test_fp8_that_no_longer_fits_prevents_the_trial_and_is_left_at_once() -> Non
     follow_up = finish_trial(run, trial, succeeded=False)
     assert follow_up is not None
     assert (follow_up.kind, follow_up.in_fp8) == (ActionKind.precision, False)
+
+
+def test_all_steps_in_flight_at_a_trial_are_answered_after_it() -> None:
+    """With sentinel.lag=3: a rejected update, a corrupted one, and a clean step."""
+    run = Run(with_trials())
+    run.policy.lag = 3
+    trial = start_trial(run)
+    first = run.cursor
+    for corrupted_ranks in ([], [1]):
+        run.iteration, run.cursor = run.iteration + 1, run.cursor + 1
+        now = record(run.iteration, step=run.step, cursor=run.cursor - 1, loss=9.0, refused=True)
+        assert run.policy.decide(replace(now, corrupted_ranks=corrupted_ranks), []) is None
+    assert run.iterate(FindingKind.fp8_range) is None
+    assert run.iterate() is None
+    precision = finish_trial(run, trial, succeeded=False)
+    assert precision is not None
+    assert precision.in_fp8 is False
+    skip = run.policy.on_outcome(outcome(precision, step=run.step))
+    assert skip is not None
+    assert (skip.kind, skip.exclude, skip.give_back) == (ActionKind.skip, [first, first], [])
+    repeat = run.policy.on_outcome(outcome(skip, step=run.step))
+    assert repeat is not None
+    assert (repeat.kind, repeat.exclude, repeat.give_back) == (ActionKind.skip, [], [[first + 1, first + 1]])
+    assert run.policy.on_outcome(outcome(repeat, step=run.step)) is None
 
 
 def test_a_restart_drops_the_trial() -> None:

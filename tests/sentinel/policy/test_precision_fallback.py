@@ -123,6 +123,10 @@ def test_an_update_rejected_after_the_return_to_fp8_blames_no_batch() -> None:
     again = run.iterate(F.fp8_range, F.grad_spike, refused=True)
     assert again is not None
     assert (again.kind, again.in_fp8, again.exclude) == (K.precision, False, [])
+    repeat = run.policy.on_outcome(outcome(again, step=run.step))
+    assert repeat is not None
+    last = run.cursor - 1
+    assert (repeat.kind, repeat.exclude, repeat.give_back) == (K.skip, [], [[last, last]]), "it is consumed again"
 
 
 def test_an_old_rejection_is_no_damage() -> None:
