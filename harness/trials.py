@@ -260,23 +260,26 @@ def choose_kept(
 
 
 def is_interrupted(run: Run, outcome: Outcome, records: Sequence[StepRecord]) -> bool:
-    """Whether the sentinel would have changed the course of the run within these steps.
+    """Whether the sentinel would have changed the course of the run before or within these steps.
 
-    A watch changes nothing, and the skip of a batch whose update was rejected only makes sure that it does not return.
+    The steps were trained with the remedy of the winner and nothing else. A watch changes nothing, and the skip of a
+    batch whose update was rejected only makes sure that it does not return; so neither interrupts them by itself.
     """
     sentinel = run.parts.sentinel.copy()
 
-    def follow(action: Action | None) -> None:
-        while action is not None:
-            done = replace(outcome, kind=action.kind, incident=action.incident)
-            action = sentinel.on_outcome(done)
+    def leads_on(action: Action) -> bool:
+        done = replace(outcome, kind=action.kind, incident=action.incident)
+        return sentinel.on_outcome(done) is not None
 
-    follow(sentinel.on_outcome(outcome))
+    remedy = sentinel.on_outcome(outcome)
+    if remedy is not None and leads_on(remedy):
+        return True
     for record in records:
         action = sentinel.process_record(record).action
-        if action is not None and (action.kind not in (ActionKind.watch, ActionKind.skip) or action.give_back):
+        if action is None:
+            continue
+        if action.kind not in (ActionKind.watch, ActionKind.skip) or action.give_back or leads_on(action):
             return True
-        follow(action)
     return False
 
 

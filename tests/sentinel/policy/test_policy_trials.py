@@ -14,7 +14,9 @@ from harness.config.sentinel import PolicyConfig
 from harness.core.events import Action, ActionKind, FindingKind, TrialMeasured
 from harness.sentinel.policy.policy import Policy
 from harness.sentinel.policy.trial_choice import TrialKind, choose_candidate, is_decided, is_healthy
-from harness.trials import trial_obstacle
+from harness.sentinel.sentinel import Sentinel
+from harness.trials import is_interrupted, trial_obstacle
+from tests import composed
 from tests.sentinel.cluster import Hostility, actions_of, run_cluster
 from tests.sentinel.policy_runs import LAG, Run, defaults, outcome, record
 
@@ -238,6 +240,28 @@ def test_all_steps_in_flight_at_a_trial_are_answered_after_it() -> None:
     assert repeat is not None
     assert (repeat.kind, repeat.exclude, repeat.give_back) == (ActionKind.skip, [], [[first + 1, first + 1]])
     assert run.policy.on_outcome(outcome(repeat, step=run.step)) is None
+
+
+@pytest.mark.parametrize("shares_source", [True, False])
+@pytest.mark.parametrize("num_swaps", [0, 1])
+def test_steps_of_a_trial_are_kept_only_if_nothing_follows_the_remedy(num_swaps: int, shares_source: bool) -> None:
+    """The batches that the winner excludes may be the last of a bad source; then it is swapped, or the rate cooled."""
+    cfg = with_trials()
+    swaps = replace(cfg.budgets.swap, per_window=num_swaps)
+    run = Run(replace(cfg, budgets=replace(cfg.budgets, swap=swaps)))
+    trial = start_trial(run)
+    for each in (result(9.0), result(2.9, remedy="wider")):
+        run.policy.on_trial_measured(each)
+    suspects = run.policy.policy_state.suspects
+    suspects.loss_stats = {"web": (50, 3.0, 0.1), "books": (50, 3.0, 0.1)}
+    for _ in range(cfg.swap_after if shares_source else 0):
+        suspects.blame("web", progress=run.policy.policy_state.progress)
+    sentinel = Sentinel.start(composed.load().sentinel)
+    sentinel.cfg, sentinel.policy = replace(sentinel.cfg, policy=run.policy.policy_state.cfg), run.policy
+    trainer: Any = SimpleNamespace(parts=SimpleNamespace(sentinel=sentinel))
+    done = replace(outcome(trial, step=run.step), remedy="wider", kept_steps=3)
+    records = [record(run.iteration + n, step=run.step + n, cursor=run.cursor + n) for n in (1, 2, 3)]
+    assert is_interrupted(trainer, done, records) is shares_source
 
 
 def test_a_restart_drops_the_trial() -> None:
