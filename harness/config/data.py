@@ -188,6 +188,8 @@ def check_source(name: str, source: SourceConfig) -> None:
 def check_phases(phases: list[PhaseConfig], sources: dict[str, SourceConfig]) -> None:
     """Check that phases are in order, name existing sources and leave a source with a weight."""
     weights = {name: source.weight for name, source in sources.items()}
+    too_large = "the weights must have a finite sum; make them smaller, only their ratios count"
+    require(sum(weights.values()) < math.inf, "data.sources", too_large)
     earlier = -1
     for number, phase in enumerate(phases):
         key = f"data.phases[{number}]"
@@ -200,3 +202,4 @@ def check_phases(phases: list[PhaseConfig], sources: dict[str, SourceConfig]) ->
             require(0 <= weight < math.inf, f"{key}.weights.{name}", f"must be 0 (off) or more, got {weight}")
         weights |= phase.weights
         require(any(weights.values()), f"{key}.weights", "must leave at least one source with a weight above 0")
+        require(sum(weights.values()) < math.inf, f"{key}.weights", too_large)

@@ -53,7 +53,8 @@ def check_order(run: RunDir, order: Order, *, before: Sequence[Order] = ()) -> N
             message = f"without {order.source!r} no source would have a weight above 0"
             _check_weights(run, "exclude", {order.source: 0.0}, before, message)
         case Reweight():
-            _check_weights(run, "reweight", order.weights, before, "no source would have a weight above 0")
+            message = "no source would have a weight above 0, or the weights no finite sum"
+            _check_weights(run, "reweight", order.weights, before, message)
         case Precision():
             _check_precision(run)
         case Skip() | Rate() | SaveCheckpoint() | Profile() | Pause() | Resume():

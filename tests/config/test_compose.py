@@ -187,6 +187,10 @@ def test_overrides_win_over_the_settings_of_a_size() -> None:
             "data.phases=[{from_batch: 1, weights: {main: 0}}]",
             "data.phases[0].weights: must leave at least one source with a weight",
         ),
+        (
+            "+data.sources={a: {kind: synthetic, weight: 1e308}, b: {kind: synthetic, weight: 1e308}}",
+            "data.sources: the w",
+        ),
         ("data.phases=[{from_batch: -1, weights: {main: 1}}]", "data.phases[0].from_batch: must be 0 or more, got -1"),
         (
             "data.phases=[{from_batch: 5, weights: {main: 1}}, {from_batch: 5, weights: {main: 2}}]",
@@ -256,6 +260,9 @@ def test_sources_are_added_and_turned_off_on_the_command_line() -> None:
     assert cfg.data.sources["web"].paths == ["/data/web"]
     assert cfg.data.phases[0].weights == {"web": 0.0}
     assert compose.flat(compose.plain(cfg))["data.sources.web.weight"] == 2.0
+    large = "data.phases=[{from_batch: 9, weights: {text: 1.7e308, synthetic: 1.7e308}}]"
+    with pytest.raises(ConfigError, match=r"^data\.phases\[0\]\.weights: the weights must have a finite sum"):
+        composed.load(["data=mixture", large])
     assert "files" in compose.to_yaml(cfg)
 
 

@@ -111,6 +111,8 @@ def test_the_last_source_cannot_be_excluded(run: RunDir) -> None:
     check_order(run, ExcludeSource(source="code"))
     Ledger.load(run.ledger).reweight(50, {"books": 1.0}, "a mistake")
     check_order(run, ExcludeSource(source="web"))
+    with pytest.raises(ConfigError, match=r"^reweight: no source .* above 0, or the weights no finite sum"):
+        check_order(run, Reweight(weights={"web": 1.7e308, "books": 1.7e308}))
 
 
 @pytest.mark.parametrize("content", ["", "[", "data: 3", "data: {sources: [web], phases: []}"])

@@ -13,6 +13,7 @@ Left out: randomness. The composition of a batch does not vary as independent dr
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -66,6 +67,8 @@ def phases_of(
                 weights |= change.weights
         if not any(weights.values()):
             raise ConfigError("data.sources", f"no source has a weight above 0 from batch {batch} on")
+        if sum(weights.values()) == math.inf:
+            raise ConfigError("data.sources", f"the weights from batch {batch} on have no finite sum")
         phases.append(MixturePhase(batch, tuple(weights[name] for name in base)))
     return phases
 

@@ -167,6 +167,8 @@ def test_invalid_mixture_is_named() -> None:
         phases_of({"a": 1, "b": 1}, [], [Change(3, {"x": 0.0})])
     with pytest.raises(ConfigError, match=r"^data\.sources: no source has a weight above 0 from batch 7 on$"):
         phases_of({"a": 1, "b": 1}, [Change(5, {"a": 0.0})], [Change(7, {"b": 0.0})])
+    with pytest.raises(ConfigError, match=r"^data\.sources: the weights from batch 7 on have no finite sum$"):
+        phases_of({"a": 1, "b": 1}, [Change(5, {"a": 1.7e308})], [Change(7, {"b": 1.7e308})])
 
 
 @pytest.mark.parametrize("weights", [{"a": 1.0}, {"a": 2.0, "b": 1.0}])
