@@ -58,9 +58,14 @@ class Lineage:
         self.seen.append(SeenStep(record.iteration, record.step, record.cursor, *values))
 
     def restart_at(self, iteration: int, step: int) -> None:
-        """The run continues from `step`; the next iteration trains from there."""
+        """The run continues from `step`; the next iteration trains from there.
+
+        Of the records of that step only that of the update that reached it stays. Those behind it were rejected: they
+        did no harm, and most are undone.
+        """
         self.roots = [root for root in self.roots if root[1] < step] + [(iteration, step)]
-        self.seen = deque((seen for seen in self.seen if seen.step <= step), maxlen=self.seen.maxlen)
+        kept = (seen for seen in self.seen if seen.step < step or (seen.step == step and seen.loss is not None))
+        self.seen = deque(kept, maxlen=self.seen.maxlen)
         if not self.seen:
             self.newest_forgotten = -1  # the forgotten records may be undone too
 

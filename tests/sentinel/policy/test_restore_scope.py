@@ -105,6 +105,18 @@ def test_no_batch_before_the_stored_records_is_excluded() -> None:
     assert again.newest_forgotten == -1, "the run is before all of them"
 
 
+def test_a_batch_rejected_behind_the_restored_state_is_not_the_one_before_the_onset() -> None:
+    """Batches 50 to 52 were rejected in a row; the restored state is from before them, and consumes 50 first."""
+    lineage = follow(range(50))
+    for iteration in (51, 52, 53):
+        lineage.add(record(iteration, step=50, cursor=iteration - 1, refused=True))
+    lineage.restart_at(54, 50)
+    assert [seen.iteration for seen in lineage.seen] == [*range(1, 51)]
+    lineage.add(record(55, step=51, cursor=50))
+    incident = OpenIncident(number=1, onset=55, onset_step=51, end_step=51, kinds=["loss_spike"])
+    assert excluded_batches(incident, Rung.rewind, lineage=lineage, cfg=CFG) == [49, 50]
+
+
 def random_order(random: Random) -> list[int]:
     """Batches in the order in which they are consumed: ranges are skipped, and given back later."""
     order: list[int] = [0]
