@@ -71,7 +71,7 @@ def run_actions(run: Run, action: Action | None, train_step: TrainStep) -> Endin
 
 
 def keep_steps(run: Run, kept: TrialSteps, train_step: TrainStep) -> Ending | None:
-    """Continue from the end of the steps of a trial, and process their reports as those of any other step.
+    """Continue from the end of the steps of a trial, and process their reports as those of any other steps in flight.
 
     A checkpoint that was due in between is saved after the next step; an evaluation is made now.
     """
@@ -81,6 +81,8 @@ def keep_steps(run: Run, kept: TrialSteps, train_step: TrainStep) -> Ending | No
     adopt_counters(state, kept)
     run.reporter.resume_clock(kept.begun_s)
     for facts, values in kept.reports:
+        parts.mailbox.put_back(facts, values)
+    for facts, values in parts.mailbox.read(everything=True):
         _, action = run.process_report(facts, values)
         if (ending := run_actions(run, action, train_step)) is not None:
             return ending

@@ -47,6 +47,10 @@ class Mailbox(Generic[Facts]):
         self._waiting.append(PostedReport(facts, slot, arrived))
         self._posted += 1
 
+    def put_back(self, facts: Facts, values: Tensor) -> None:
+        """Let a report that was read be read again, behind those that wait. `values` must not be a slot."""
+        self._waiting.append(PostedReport(facts, values, None))
+
     def read(self, *, everything: bool = False) -> Iterator[tuple[Facts, Tensor]]:
         """Yield reports that are at least `lag` steps old, oldest first; with `everything`, all, waiting for the last.
 

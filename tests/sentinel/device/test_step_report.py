@@ -11,7 +11,6 @@ from torch import Tensor
 
 from harness.core.events import TOKEN_LOSS_EDGES, StepRecord
 from harness.sentinel.device.gate import Gate, GateDecision
-from harness.sentinel.device.mailbox import Mailbox
 from harness.sentinel.device.signals import SCALARS, SignalLayout
 from harness.sentinel.device.slots import SLOTS
 from harness.sentinel.device.step_report import DECIDED, HostFacts, pack_report, totals, unpack_report
@@ -203,18 +202,6 @@ def test_a_batch_without_tokens_is_rejected_and_recorded() -> None:
     decision = gate.decide(loss=total.loss, grad_norm=total.grad_norm, warming=torch.zeros((), dtype=torch.float64))
     assert float(decision.skip_mask) == 1.0
     assert math.isnan(read(make_report(vector)).loss)
-
-
-@pytest.mark.parametrize("lag", [0, 1, 3])
-def test_reports_are_read_in_order_and_lag_steps_later(lag: int) -> None:
-    mailbox: Mailbox[int] = Mailbox(size=1, lag=lag, device=torch.device("cpu"))
-    seen: list[tuple[int, float]] = []
-    for number in range(6):
-        mailbox.post(number, torch.tensor([number * 1.5]))
-        seen += [(facts, float(values[0])) for facts, values in mailbox.read()]
-        assert len(seen) == max(0, number + 1 - lag)
-    seen += [(facts, float(values[0])) for facts, values in mailbox.read(everything=True)]
-    assert seen == [(number, number * 1.5) for number in range(6)]
 
 
 def test_facts_of_this_rank_are_logged() -> None:
