@@ -57,12 +57,6 @@ def require_no_credentials(uri: str | None) -> None:
     require(not holds_credentials(uri), KEY, message)
 
 
-def require_variable(uri: str | None) -> None:
-    """Reject `env:NAME` if the variable is not set."""
-    if uri is not None and uri.startswith(ENVIRONMENT):
-        resolve_uri(uri)
-
-
 def resolve_uri(uri: str) -> str:
     """The URI to connect to: `env:NAME` is replaced by the value of the variable."""
     if not uri.startswith(ENVIRONMENT):

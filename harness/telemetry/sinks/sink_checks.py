@@ -9,8 +9,9 @@ from pathlib import Path
 
 from harness.config.errors import require
 from harness.config.telemetry import TelemetryConfig, WandbMode
-from harness.core.credentials import require_variable
+from harness.core.credentials import KEY, resolve_uri
 from harness.telemetry.alerts.channels import resolve_webhook
+from harness.telemetry.sinks.store_uri import is_directory
 
 NETRC = "~/.netrc"
 
@@ -25,7 +26,9 @@ def require_packages(cfg: TelemetryConfig) -> None:
 def require_sinks(cfg: TelemetryConfig) -> None:
     """Reject sinks that cannot work here. Secrets are looked up and not shown."""
     require_packages(cfg)
-    require_variable(cfg.tracking_uri if cfg.mlflow else None)
+    if cfg.mlflow and cfg.tracking_uri is not None:
+        message = "is a directory, which cannot hold a metric and the parts of it; use sqlite:///PATH, or a server"
+        require(not is_directory(resolve_uri(cfg.tracking_uri)), KEY, message)
     if cfg.wandb.enabled and cfg.wandb.mode is WandbMode.online:
         netrc = Path(os.environ.get("NETRC", NETRC)).expanduser()
         has_key = bool(os.environ.get("WANDB_API_KEY")) or netrc.is_file()

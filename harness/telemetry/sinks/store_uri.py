@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from harness.config.schema import Config
 from harness.core.credentials import ENVIRONMENT, move_credentials_to_environment, resolve_uri
@@ -34,6 +35,13 @@ def absolute_uri(uri: str | None, *, runs: Path) -> str:
 def sqlite_path(uri: str) -> Path | None:
     """The file of a sqlite store; None for any other store."""
     return Path(uri.removeprefix(SQLITE)) if uri.startswith(SQLITE) and uri != SQLITE else None
+
+
+def is_directory(uri: str) -> bool:
+    """Whether MLflow would keep the runs as files in a directory. It writes a metric `grad_norm` as a file, so it
+    cannot write `grad_norm/blocks.0`, which would lie in a directory of that name."""
+    scheme = urlsplit(uri).scheme
+    return scheme == "file" or (not scheme and not uri.startswith("databricks"))
 
 
 def connection_uri(uri: str) -> str:

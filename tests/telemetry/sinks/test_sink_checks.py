@@ -69,6 +69,16 @@ def test_a_secret_that_cannot_be_read_is_one_line_without_it(tmp_path: Path, mon
     assert SECRET not in os.environ.values()
 
 
+def test_a_directory_of_mlflow_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`grad_norm` and `grad_norm/embedding` would be a file and a directory of one name."""
+    monkeypatch.setenv("STORE", "file:///data/mlruns")
+    for uri in ("file:///data/mlruns", "mlruns", "/data/mlruns", "env:STORE"):
+        with pytest.raises(ConfigError, match=r"^telemetry.tracking_uri: is a directory, .*; use sqlite:///PATH"):
+            require_sinks(composed.load([f"telemetry.tracking_uri={uri}"]).telemetry)
+    for uri in ("sqlite:///mlflow.db", "http://localhost:5000", "databricks", "postgresql://host/name"):
+        require_sinks(composed.load([f"telemetry.tracking_uri={uri}"]).telemetry)
+
+
 def test_a_missing_program_is_named() -> None:
     for overrides, message in (
         (["telemetry.alerts.command.run=[/no/pager,now]"], "telemetry.alerts.command.run: no program /no/pager"),
