@@ -58,7 +58,7 @@ def alerts_of(event: Event, *, newest_incident: int) -> Iterator[Alert]:
         case Incident():
             message = f"incident {event.number} ended: {', '.join(event.kinds)} from iteration {event.onset}: "
             message += "open when the run ended" if event.is_open else event.verdict
-            topic = f"end of incident {event.number}"
+            topic = f"incident {event.number} is open" if event.is_open else f"end of incident {event.number}"
             yield Alert(**at, kind=AlertKind.incident_ended, message=message, topic=topic, incident=event.number)
         case RunRestarted():
             for machine, reason in event.out.items():

@@ -72,6 +72,17 @@ def test_a_machine_that_a_restart_leaves_out_is_one_alert() -> None:
     assert (fewer.topic, fewer.message) == (out.topic, f"machine n2 is out: {reason}")
 
 
+def test_the_end_of_an_incident_that_was_open_when_the_run_stopped_is_another_topic() -> None:
+    """The resume may come within `repeat_minutes`."""
+    at_stop = Incident(
+        **AT, number=3, kinds=["loss_spike"], onset=5, onset_step=5, last=6, last_step=6, verdict="open", is_open=True
+    )
+    (stopped,), (ended,) = (
+        alerts_of(event, newest_incident=3) for event in (at_stop, replace(at_stop, is_open=False, verdict="cured"))
+    )
+    assert stopped.topic != ended.topic
+
+
 def test_a_halt_by_the_policy_and_its_end_are_one_topic() -> None:
     first, *_ = alerts_of(action(ActionKind.halt), newest_incident=3)
     last, *_ = alerts_of(ended(3), newest_incident=3)
