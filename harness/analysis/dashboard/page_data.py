@@ -34,6 +34,8 @@ from harness.core.events import TOKEN_LOSS_EDGES
 from harness.core.rundir import RunDir
 
 SILENT_AFTER_S, SILENT_AFTER_STEPS = 60.0, 20
+SILENT_AFTER_SAMPLES = 3
+"""Intervals without a sample of the machine after which a paused run counts as silent: it logs no events."""
 STATES = {EXIT_DONE: "done", EXIT_HALTED: "halted", EXIT_INTERRUPTED: "stopped"}
 EVIDENCE = ("postmortem.html", "postmortem.md", "evidence.json")
 MOST_NAMED = 20
@@ -172,7 +174,10 @@ def state_of(story: Story, *, now_s: float) -> tuple[str, str]:
         return "silent", "its log is empty"
     silent_s = now_s - story.last_time
     if story.accounts.is_paused:
-        return "paused", "by an operator"
+        sample = story.system.latest
+        if sample is None or now_s - sample.time <= max(SILENT_AFTER_S, SILENT_AFTER_SAMPLES * sample.every_s):
+            return "paused", "by an operator"
+        return "silent", f"paused, and no sample of its machine for {spell_seconds(now_s - sample.time)}"
     if silent_s > max(SILENT_AFTER_S, SILENT_AFTER_STEPS * float(story.last.get("step_time_s", 0.0))):
         return "silent", f"no event for {spell_seconds(silent_s)}"
     return "running", ""

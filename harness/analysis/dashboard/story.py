@@ -179,11 +179,12 @@ class Story:
         with path.open("rb") as file:
             file.seek(self._offsets.get(path, 0))
             while lines := file.readlines(CHUNK_BYTES):
-                if not lines[-1].endswith(b"\n"):
+                is_torn = not lines[-1].endswith(b"\n")
+                if is_torn:
                     lines.pop()
                 self._offsets[path] = self._offsets.get(path, 0) + sum(map(len, lines))
                 yield from lines
-                if not lines:
+                if is_torn:
                     return
 
     def _add_line(self, line: bytes) -> None:

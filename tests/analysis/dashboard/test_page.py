@@ -15,7 +15,7 @@ from harness.analysis.dashboard.page import fill_template, library, render
 from harness.analysis.dashboard.page_data import facts_of, page_data, spell_seconds, state_of
 from harness.analysis.dashboard.story import Story
 from harness.analysis.markdown_html import to_html
-from harness.core.events import ActionKind, Intervention, Outcome, RunEnded, RunStarted
+from harness.core.events import ActionKind, Intervention, Outcome, RunEnded, RunStarted, SystemSampled
 from harness.core.rundir import RunDir
 from tests.analysis.dashboard.logs import BEGUN, long_run, record, write
 
@@ -187,6 +187,10 @@ def test_state_of_a_run() -> None:
     assert state_of(story, now_s=BEGUN + 7300) == ("silent", "no event for 2 h 1 min")
     story.add(Intervention(time=BEGUN, iteration=0, who="a", reason="", changes={"command": "pause"}))
     assert state_of(story, now_s=BEGUN + 7300)[0] == "paused"
+    story.system.latest = SystemSampled(time=BEGUN + 7200, iteration=0, rank=0, host="h", every_s=20.0, cpu_load=0.5)
+    assert state_of(story, now_s=BEGUN + 7260)[0] == "paused"
+    killed = ("silent", "paused, and no sample of its machine for 1 min")
+    assert state_of(story, now_s=BEGUN + 7261) == killed, "its machines are sampled while it is paused"
     for code, word in ((0, "done"), (3, "halted"), (75, "stopped"), (1, "crashed")):
         story.add(RunEnded(time=BEGUN, iteration=0, step=0, exit_code=code, reason=""))
         assert state_of(story, now_s=BEGUN)[0] == word

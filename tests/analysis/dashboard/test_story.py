@@ -79,6 +79,19 @@ def test_incremental_reads_equal_one_read(run: RunDir, tmp_path: Path) -> None:
     assert story.guilty == whole.guilty
 
 
+def test_a_line_that_is_completed_while_the_others_are_read_is_read_next_time(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    first, second, third = (f"{record(iteration, time=BEGUN)}\n" for iteration in (1, 2, 3))
+    run.events.write_text(first + second[:90])
+    story = Story()
+    new_lines = story._new_lines(run.events)
+    assert next(new_lines) == first.encode()
+    with run.events.open("a") as log:
+        log.write(second[90:] + third)
+    assert list(new_lines) == []
+    assert list(story._new_lines(run.events)) == [second.encode(), third.encode()]
+
+
 def test_invalid_lines_are_skipped(tmp_path: Path) -> None:
     lines = [
         to_json(RunStarted(time=BEGUN, iteration=0, world_size=1, num_steps=5, step=0)),
