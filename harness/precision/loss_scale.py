@@ -37,7 +37,6 @@ class LossScale:
         self.value.mul_(factor)
         self.clean_steps.copy_(torch.where(grown, 0, clean_steps))
 
-
     def adapt(self) -> None:
         """After a restore, on the device: the scale of a state that another precision saved is the initial one.
 

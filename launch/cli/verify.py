@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
             if code == EXIT_INTERRUPTED:
                 return code
         is_own = checked is run  # without the remedy: its own clip threshold counts
-        lines = check_run(checked, verification_of(evidence, None) if is_own else wanted)
+        lines = check_log_of(checked, verification_of(evidence, None) if is_own else wanted)
     except (ConfigError, StorageError) as error:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_INTERRUPTED if isinstance(error, StorageError) else EXIT_BAD_CONFIG
@@ -106,7 +106,7 @@ def train_again(wanted: Verification, evidence: Evidence) -> int:
     return train.main([*wanted.train, *ranks])
 
 
-def check_run(run: RunDir, wanted: Verification) -> list[CheckedCriterion]:
+def check_log_of(run: RunDir, wanted: Verification) -> list[CheckedCriterion]:
     """The criteria, checked on the log of a run."""
     require(run.events.exists(), str(run.path), "has no log: the training did not start")
     clip = settings_of(run).get("optim.clip_norm")

@@ -63,7 +63,7 @@ def submit_or_print(cfg: Config) -> int:
 def submit_run(cfg: Config) -> str:
     """Create the run directory and submit the job; returns the job id."""
     check_submission(cfg)
-    check_run(cfg, locate(cfg))
+    require_submittable(cfg, locate(cfg))
     script = choose_script([cfg], lambda without: render_script(cfg, without))
 
     def record(job: str) -> None:
@@ -84,7 +84,7 @@ def submit_array(cfgs: Sequence[Config], directory: Path) -> str:
     check_array(cfgs)
     for cfg in cfgs:
         check_submission(cfg)
-        check_run(cfg, locate(cfg))
+        require_submittable(cfg, locate(cfg))
     script = choose_script(cfgs, lambda without: render_array_script(cfgs, directory, without))
 
     def record(job: str) -> None:
@@ -243,7 +243,7 @@ def ranks_per_node(cfg: Config) -> int | None:
     return cfg.launch.nproc or (None if on_cpu else cfg.launch.slurm.gpus_per_node) or on_cpu
 
 
-def check_run(cfg: Config, run: RunDir) -> None:
+def require_submittable(cfg: Config, run: RunDir) -> None:
     """Reject a config that the run does not admit, and a second job for it: both would write the same checkpoints."""
     require_fitting(cfg, run)
     known = read_job(run)

@@ -247,7 +247,7 @@ def _fp8(cfg: Config) -> Fp8 | None:
     )
 
 
-def num_gpus(cfg: Config, world_size: int) -> int:
+def num_priced_gpus(cfg: Config, world_size: int) -> int:
     """GPUs of the ranks, which may share them, and of the spare machines."""
     return -(-world_size // cfg.launch.ranks_per_gpu) + cfg.launch.spares * num_per_node(cfg, world_size)
 
@@ -262,7 +262,7 @@ def _price(
 ) -> Price | None:
     if cfg.cluster.price_per_gpu_hour is None:
         return None
-    step = cfg.cluster.price_per_gpu_hour * num_gpus(cfg, world_size) * moving.step_time_s / HOUR_S
+    step = cfg.cluster.price_per_gpu_hour * num_priced_gpus(cfg, world_size) * moving.step_time_s / HOUR_S
 
     def lost(cost: RollbackCost | None) -> float | None:
         return None if cost is None or cost.steps_at_most is None else cost.steps_at_most * step

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lower_priority()
     try:
         cfg = compose.read(run.config).checkpoint
-        with exclusive(run.path / LOCK, keep_trying=waiting(run)):
+        with exclusive(run.path / LOCK, keep_trying=wait_with_notice(run)):
             return upload_until_end(run, cfg, trainer=options.trainer)
     except ConfigError as error:
         log_with_time(str(error))
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_BAD_CONFIG if is_final else EXIT_INTERRUPTED
 
 
-def waiting(run: RunDir) -> Callable[[], bool]:
+def wait_with_notice(run: RunDir) -> Callable[[], bool]:
     """A condition that always holds, and says once that another process uploads the run."""
     line = f"waiting for the process that uploads {run.path}: that of a run that trains ends with the run; its log is"
     lines = iter([f"{line} {run.logs / UPLOAD_LOG}"])
