@@ -169,11 +169,22 @@ def test_crash_costs_unsaved_steps_and_downtime() -> None:
 def test_machines_are_held_while_a_start_lives_and_over_its_restarts() -> None:
     """They are not between an end and the next start, nor after a start that is gone without a line."""
     restarted = RunRestarted(time=12.0, iteration=1, step=1, number=1, reason="killed")
-    first = [started(0.0), record(1, time=10.0), restarted, started(15.0, step=1), record(2, time=20.0)]
-    stopped = [*first, ended(21.0, 2), replace(started(1000.0, step=2), world_size=8), record(3, time=1003.0)]
+    first: list[str | Event] = [
+        started(0.0),
+        record(1, time=10.0),
+        restarted,
+        started(15.0, step=1),
+        record(2, time=20.0),
+    ]
+    stopped: list[str | Event] = [
+        *first,
+        ended(21.0, 2),
+        replace(started(1000.0, step=2), world_size=8),
+        record(3, time=1003.0),
+    ]
     assert (total(*first).held_s, total(*first).rank_s) == (20.0, 2 * 20.0)
     assert (total(*stopped).held_s, total(*stopped).rank_s) == (24.0, 2 * 21.0 + 8 * 3.0)
-    gone = [*first, started(1000.0, step=2), record(3, time=1003.0)]
+    gone: list[str | Event] = [*first, started(1000.0, step=2), record(3, time=1003.0)]
     assert (total(*gone).held_s, total(*gone).wall_s) == (23.0, 1003.0)
 
 
