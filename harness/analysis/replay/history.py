@@ -65,6 +65,8 @@ class History:
     actions: list[Action] = field(default_factory=list)
     accepted: list[AcceptedLevel] = field(default_factory=list)
     """In order, without those that a restore undid before the next step."""
+    logits_clipped_after: int | None = None
+    """The last iteration before the policy began to clip attention logits; it never ends."""
 
     def world_size(self, iteration: int) -> int:
         """Number of ranks at an iteration."""
@@ -82,6 +84,8 @@ def read(log: Path) -> History:
             case RunStarted():
                 history.worlds[event.iteration + 1] = event.world_size
                 _add_restore(history, event.iteration, event.resumed_from or "")
+            case Outcome(kind=ActionKind.qk_clip):
+                history.logits_clipped_after = event.iteration
             case Outcome(succeeded=True) if event.kind in RESTORES:
                 _add_restore(history, event.iteration, event.target)
             case Outcome(succeeded=True, kind=ActionKind.accept):
@@ -94,6 +98,8 @@ def read(log: Path) -> History:
                 history.findings.append(event)
             case Action():
                 history.actions.append(event)
+                if event.kind is ActionKind.qk_clip:
+                    history.logits_clipped_after = event.iteration
             case _:
                 pass
     return history

@@ -53,6 +53,8 @@ class ReplayRequest:
     with_samples: bool
     accepted: list[AcceptedLevel] = field(default_factory=list)
     """Levels of the loss that were accepted between these steps."""
+    logits_clipped_after: int | None = None
+    """The last iteration before the policy began to clip attention logits; None: it never did."""
     in_fp32: bool = False
     """Compute the guilty step once more in fp32."""
     tamper: Callable[[Parts], None] | None = None
@@ -116,6 +118,7 @@ def plan_replay(run: RunDir, cfg: Config, log: History, path: ReplayPath, *, ran
         checkpoint=path.checkpoint,
         steps=history.read_path(log, path),
         accepted=history.accepted_on_path(log, path),
+        logits_clipped_after=log.logits_clipped_after,
         older=path.older,
         has_older=path.has_older,
         exactly=ranks == world_size and can_reproduce(run, cfg),

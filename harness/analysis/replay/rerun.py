@@ -123,11 +123,11 @@ def replay_steps(request: ReplayRequest, parts: Parts, cfg: Config, world: World
     accepted = deque(request.accepted)
     left_at = None
     for record in earlier:
-        reopen_gate(parts, accepted, before=record.iteration)
+        follow_policy(request, parts, cfg, accepted, before=record.iteration)
         again = StepNumbers.of(replay_step(parts, cfg, record))
         if left_at is None and not is_same(again, StepNumbers.of(record), exactly=request.exactly):
             left_at = record.iteration
-    reopen_gate(parts, accepted, before=guilty.iteration)
+    follow_policy(request, parts, cfg, accepted, before=guilty.iteration)
     reached = clone(tensors)
     first = StepNumbers.of(replay_step(parts, cfg, guilty))
     copy_back(tensors, reached)
@@ -185,12 +185,16 @@ def restore(name: str | None, root: Path, parts: Parts, world: World) -> None:
     parts.loss_scale.adapt()
 
 
-def reopen_gate(parts: Parts, accepted: deque[AcceptedLevel], *, before: int) -> None:
-    """Re-anchor the gate at the levels that were accepted before an iteration, as the run did; takes them off the
-    list."""
+def follow_policy(
+    request: ReplayRequest, parts: Parts, cfg: Config, accepted: deque[AcceptedLevel], *, before: int
+) -> None:
+    """What the policy did before an iteration and the log of the steps does not say: re-anchor the gate at the levels
+    that were accepted, which are taken off the list, and clip attention logits."""
     while accepted and accepted[0].after < before:
         level = accepted.popleft()
         parts.gate.reopen(loss=level.loss, grad_norm=level.grad_norm)
+    if request.logits_clipped_after is not None and request.logits_clipped_after < before:
+        parts.qk_clip.limit_logits(cfg.sentinel.detect.logit_bound)
 
 
 def replay_step(parts: Parts, cfg: Config, record: StepRecord, *, probe: bool = False) -> StepRecord:

@@ -203,6 +203,15 @@ def test_a_level_that_could_not_be_accepted_does_not_count(read_log: ReadLog) ->
     assert levels(read_log(log), 10) == []
 
 
+def test_logits_are_clipped_after_the_last_step_in_flight(read_log: ReadLog) -> None:
+    """The outcome has its iteration. A restore does not end it, and a process that was killed before it will clip."""
+    assert read_log(PLAIN).logits_clipped_after is None
+    chosen = action(9, 9, kind=ActionKind.qk_clip)
+    assert read_log([*PLAIN, chosen]).logits_clipped_after == 9
+    log = [*PLAIN, chosen, outcome(10, "", ActionKind.qk_clip), step(11), outcome(11, "snapshot of iteration 6")]
+    assert read_log(log).logits_clipped_after == 10
+
+
 def test_guilty_step_is_the_rejected_one_or_the_onset(read_log: ReadLog) -> None:
     log = [*PLAIN, step(10, refused=True), step(11), finding(10, 10), action(11, 10)]
     assert guilty_step(read_log(log), 1).iteration == 10

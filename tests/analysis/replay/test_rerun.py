@@ -25,7 +25,7 @@ from harness.build import Parts
 from harness.checkpoint import catalog
 from harness.config.precision import PrecisionKind
 from harness.core import event_json
-from harness.core.events import StepRecord
+from harness.core.events import Action, ActionKind, Outcome, StepRecord
 from harness.core.rundir import RunDir
 from harness.distributed.compile_cache import DIRECTORY, VARIABLES
 from harness.distributed.shards import local
@@ -34,7 +34,8 @@ from harness.faults.fault_plan import Fault, FaultKind, FaultPlan
 from launch.cli.main import main
 from tests.composed import load
 from tests.distributed import faulty_runs
-from tests.distributed.cases import TINY
+from tests.distributed.cases import TINY, tiny
+from tests.distributed.common_part import copy_common_part
 from tests.distributed.pool import Pool
 from tests.forks import Launched
 
@@ -70,6 +71,7 @@ def replay_on(
         report=run.path / "replay.json",
         checkpoint=path.checkpoint,
         steps=history.read_path(log, path),
+        logits_clipped_after=log.logits_clipped_after,
         older=path.older,
         has_older=has_older,
         exactly=True,
@@ -306,3 +308,18 @@ def test_clean_step_is_reproduced_bit_for_bit(ranks: Pool, victim: RunDir) -> No
     found = json.loads(request.report.read_text())
     assert found["nature"] == "deterministic"
     assert found["first"]["loss"] == log[2].loss
+
+
+def test_steps_after_the_policy_began_to_clip_logits_are_reproduced(ranks: Pool, tmp_path: Path) -> None:
+    """The action stands in the log of the first start; the second one clips in every step."""
+    run, bound = RunDir(tmp_path / "clipped"), "sentinel.detect.logit_bound=0.01"
+    copy_common_part(ranks, tmp_path, tiny(*RUN, bound), 12, run)
+    at = {"time": 0.0, "iteration": 12, "step": 12, "kind": ActionKind.qk_clip, "incident": 1}
+    with run.events.open("a") as log:
+        for event in (Action(**at, onset=12, reason="logits grow"), Outcome(**at, succeeded=True)):
+            log.write(f"{event_json.to_json(event)}\n")
+    ranks.run(2, faulty_runs.run, str(tmp_path), None, "run.name=clipped", *RUN, bound)
+    found = replay_on(ranks, run, iteration=19, overrides=(bound,))
+    assert (found["checkpoint"], found["num_on_the_way"]) == ("step-00000012-gen-0", 6)
+    assert found["left_the_log_at"] is None
+    assert found["first"] == found["logged"]
