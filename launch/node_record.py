@@ -59,7 +59,7 @@ def load_node_faults(run: RunDir) -> list[NodeFault]:
     try:
         faults = json.loads(retry_transient(lambda: path.read_text(encoding="utf-8")))["faults"]
         return [parse_fault(fault) for fault in faults]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return []
 
 
