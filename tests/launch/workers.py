@@ -39,7 +39,7 @@ def halt_on_one(_cfg: Config) -> int:
 def halt_without_logs(cfg: Config) -> int:
     """The directory of the logs is gone at the end."""
     (locate(cfg).path / f"ready-{rank()}").touch()
-    while not (locate(cfg).path / "ready-1").exists():
+    while not all((locate(cfg).path / f"ready-{each}").exists() for each in (0, 1)):
         time.sleep(0.01)
     shutil.rmtree(locate(cfg).logs, ignore_errors=True)
     return 3
