@@ -210,7 +210,7 @@ def guarded_run(directory: str, site: Callable[[Run], None] | None, *overrides: 
         (1, ("precision=fp8_emulated", "precision.fp8.recipe=block")),
         (2, ("precision=bf16", "parallel.activation_checkpointing=selective")),
         (2, ("optim=muon",)),
-        (2, ("precision=fp8_emulated", "precision.fp8.recipe=delayed", FULL)),
+        pytest.param(2, ("precision=fp8_emulated", "precision.fp8.recipe=delayed", FULL), marks=pytest.mark.full),
         pytest.param(1, ("precision=fp32",), marks=pytest.mark.full),
         pytest.param(1, ("precision=bf16", FULL), marks=pytest.mark.full),
         pytest.param(

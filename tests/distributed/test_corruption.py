@@ -118,12 +118,9 @@ def test_a_run_consumes_the_batch_again_and_its_log_replays(ranks: Pool, tmp_pat
     assert replay_actions(logged, cfg.policy, lag=cfg.lag) == actions
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("machine", "kind"),
-    [
-        ("second", FindingKind.corruption_passed),
-        pytest.param("first", FindingKind.corrupting_rank, marks=pytest.mark.full),
-    ],
+    ("machine", "kind"), [("second", FindingKind.corruption_passed), ("first", FindingKind.corrupting_rank)]
 )
 def test_a_second_transient_error_blames_a_rank_only_on_the_same_machine(
     ranks: Pool, tmp_path: Path, machine: str, kind: FindingKind

@@ -176,6 +176,7 @@ def test_tests_that_fail_unchanged_are_an_error(limited: Path) -> None:
     assert "its tests fail without any mutation: test_limited.py" in output
 
 
+@pytest.mark.full
 def test_every_file_has_tests_and_every_equivalent_is_a_mutant() -> None:
     for file in list_files(ROOT):
         assert all((ROOT / each.partition("::")[0]).exists() for each in suite_for(file))

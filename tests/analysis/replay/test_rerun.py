@@ -108,6 +108,7 @@ def test_transient_fault_is_not_reproduced(ranks: Pool, victim: RunDir) -> None:
     assert before == (victim.events.read_bytes(), victim.ledger.read_bytes(), sorted(victim.checkpoints.iterdir()))
 
 
+@pytest.mark.full
 def test_samples_have_loss_gradient_norm_and_source(ranks: Pool, victim: RunDir) -> None:
     found = replay_on(ranks, victim, samples=True, has_older=False)
     assert (found["before"], found["cause"]) == (None, "unknown"), "the run began with this checkpoint"
@@ -233,6 +234,7 @@ def break_weights(parts: Parts) -> None:
         local(next(iter(parts.update.parameters.values()))).fill_(math.inf)
 
 
+@pytest.mark.full
 def test_step_in_fp32_tells_an_overflow_from_a_structural_cause(ranks: Pool, scaled: RunDir) -> None:
     first = replay_on(ranks, scaled, iteration=1, in_fp32=True, overrides=FP16)
     assert first["logged"]["grad_norm"] in ("inf", "nan")
@@ -310,6 +312,7 @@ def test_clean_step_is_reproduced_bit_for_bit(ranks: Pool, victim: RunDir) -> No
     assert found["first"]["loss"] == log[2].loss
 
 
+@pytest.mark.full
 def test_steps_after_the_policy_began_to_clip_logits_are_reproduced(ranks: Pool, tmp_path: Path) -> None:
     """The action stands in the log of the first start; the second one clips in every step."""
     run, bound = RunDir(tmp_path / "clipped"), "sentinel.detect.logit_bound=0.01"

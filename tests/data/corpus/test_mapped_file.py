@@ -41,6 +41,7 @@ def num_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+@pytest.mark.full
 def test_five_thousand_pairs_are_open_under_a_limit_of_1024_descriptors(tmp_path: Path) -> None:
     index = index_bytes([20, NUM_TOKENS - 20])
     for number in range(NUM_FILES):

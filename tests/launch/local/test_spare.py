@@ -416,6 +416,7 @@ def test_planner_of_other_nodes_and_runs_does_nothing(stack: ExitStack, run: Run
     assert planned_restart.CHECK_EVERY_S < 10.0
 
 
+@pytest.mark.full
 def test_the_health_check_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks of Slurm jobs, without the parts that need other nodes."""
     cfg = composed.load(["parallel.device=cpu", f"run.dir={tmp_path}", "run.name=r"])

@@ -99,6 +99,7 @@ def test_a_whole_run_is_sent(make_run: MakeRun, make_step: MakeStep, started: Ru
     assert (run.path.parent / "mlartifacts").is_dir()
 
 
+@pytest.mark.full
 def test_a_drill_score_is_sent_after_the_run_ended(make_run: MakeRun, started: RunStarted, ended: RunEnded) -> None:
     run, cfg = make_run("drill-nan_grad")
     append(run, started, ended)

@@ -79,6 +79,7 @@ def append_events(run: RunDir, *events: StepRecord | RunStarted | RunEnded) -> N
     log.close()
 
 
+@pytest.mark.full
 def test_jobs_are_nested_under_their_sweep(
     sweep: tuple[Path, dict[str, RunDir]], make_step: MakeStep, started: RunStarted, ended: RunEnded
 ) -> None:
