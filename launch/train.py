@@ -251,17 +251,17 @@ def launch_run(cfg: Config) -> int:
     message = f"{cfg.launch.nodes} nodes need {other}"
     require(cfg.launch.nodes == 1, "launch.nodes", message)
     with rank_thread_environment(cfg, count_expected_ranks(cfg)), loading():
-        from launch.local import start as local
+        from launch.local import start, this_machine
 
         worker = select_worker(locate(cfg))
-    problems += local.check_machine(cfg)
+    problems += this_machine.check_machine(cfg)
     print_warnings(problems)
-    is_gpu = local.measure_machine(cfg, nproc := local.ranks_to_start(cfg)).is_gpu
+    is_gpu = this_machine.measure_machine(cfg, nproc := this_machine.ranks_to_start(cfg)).is_gpu
     banner = render_banner(cfg, nproc=nproc, is_gpu=is_gpu, width=shutil.get_terminal_size().columns)
     with safe_output():
         print(banner, flush=True)
     clear_stop_file(locate(cfg))  # of the last start: with it no rank that dies early would be restarted
-    code = local.launch(cfg, worker)
+    code = start.launch(cfg, worker)
     if code == EXIT_INTERRUPTED and is_unnamed:
         print(f"harness: resume with the same command and run.name={cfg.run.name}", file=sys.stderr)
     return code

@@ -83,6 +83,7 @@ LIBRARY_IMPORTERS = {
         "harness/checkpoint/store.py",
         "launch/local/agent.py",
         "launch/local/start.py",
+        "launch/local/this_machine.py",
         "launch/local/ranks.py",
     },
     "triton": {f"harness/kernels/{path.name}" for path in ROOT.glob("harness/kernels/*.py")},

@@ -65,10 +65,10 @@ def run_node(directory: str, spec: RendezvousSpec) -> int:
         check_min_nodes(cfg, spec)
         comes_back = joins_running(cfg, run, spec)
         with rank_thread_environment(cfg, count_expected_ranks(cfg)), loading():
-            from launch.local import start
+            from launch.local import start, this_machine
 
             worker = select_worker(run)
-        for warning in start.check_machine(cfg, num_nodes=start.count_active_nodes(cfg, spec.num_nodes)):
+        for warning in this_machine.check_machine(cfg, num_nodes=start.count_active_nodes(cfg, spec.num_nodes)):
             print(f"harness: warning: {warning}", file=sys.stderr)
         # Of the last start: with it no rank that dies early would be restarted. A Slurm job has removed it already. The
         # run is not in progress: joins_running has checked it.

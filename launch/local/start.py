@@ -18,48 +18,34 @@ from __future__ import annotations
 import logging
 import math
 import os
-import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
-from functools import cache
-from pathlib import Path
-from types import FrameType
-from typing import Any
+from contextlib import suppress
 
-import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from harness.analysis.plan.machine_memory import MachineMemory, check_memory
+from harness.analysis.plan.machine_memory import check_memory
 from harness.config.errors import (
     EXIT_BAD_CONFIG,
     EXIT_CRASHED,
     EXIT_DONE,
     EXIT_INTERRUPTED,
     ConfigError,
-    StorageError,
-    require,
 )
-from harness.config.parallel import DeviceKind
 from harness.config.schema import Config, check_world
-from harness.control.stop_requests import STOP_CLEARED, STOP_SIGNALS
+from harness.control.stop_requests import STOP_CLEARED
 from harness.core.events import EndCause
-from harness.core.locking.lease_holder import DEFAULT_LEASE_S
-from harness.core.locking.run_lease import clearing_dead_lease, hold, holding, io_error, is_in_use
-from harness.core.memory_limits import address_space_left, free_bytes, total_bytes
+from harness.core.locking.run_lease import clearing_dead_lease, io_error, is_in_use
 from harness.core.node_name import machine_name
-from harness.core.rundir import RunDir, locate
+from harness.core.rundir import locate
 from harness.core.transient_io import retry_transient
-from harness.precision.fp8.engine import require_engine_installed
 from harness.telemetry import heartbeat
-from harness.telemetry.event_log import log_size, record_crash
-from harness.telemetry.heartbeat import mark_ended
+from harness.telemetry.event_log import log_size
 from harness.telemetry.rank_progress import HangLimits
 from harness.telemetry.sinks.sink_process import send_last_alerts
-from launch.local import hang_report
 from launch.local.agent import POLL_S, run_agent
 from launch.local.elastic import Elastic
 from launch.local.exit_file import write_exit_file
@@ -68,12 +54,15 @@ from launch.local.node_group import SINGLE_NODE, NodeFailure, NodeGroup, Rendezv
 from launch.local.out_of_memory import MemoryWatch
 from launch.local.planned_restart import RestartPlanner
 from launch.local.rank_watch import RankWatch
-from launch.local.ranks import RankFailure, RankLogs, render_failure, run_exit_code
+from launch.local.ranks import RankLogs, run_exit_code
 from launch.local.rendezvous import StopRequested, join_nodes
 from launch.local.restart import RestartHistory, agree_on_restart, is_forced, print_decision
-from launch.local.shared_memory import run_and_clean_up, snapshot_bytes
+from launch.local.shared_memory import run_and_clean_up
 from launch.local.spare import check_this_machine, wait_as_spare
+from launch.local.start_failure import existing_parents, print_failure, record_failure, remove_rejected_run
+from launch.local.stop_signals import block_stop_signals, collect_stop_signals
 from launch.local.supervisor import Supervisor
+from launch.local.this_machine import measure_machine, ranks_to_start
 from launch.local.thread_count import THREADS_VARIABLE, rank_thread_environment
 from launch.local.worker import Worker
 from launch.local.worker_pool import (
@@ -84,12 +73,9 @@ from launch.local.worker_pool import (
     WorkerTask,
     can_fork,
     enter_worker,
-    open_worker,
 )
 from launch.node_record import NodeRecord
 
-DUPLICATE_S = 0.25
-COUNT_TIMEOUT_S = 60.0
 GRACE_S = 0.5
 """How long workers may take to exit by themselves after another one has failed."""
 SILENT_NODE_S = 30.0
@@ -97,82 +83,6 @@ SILENT_NODE_S = 30.0
 ANSWER_WITHIN_S = 2.0
 """How long ranks may take to write their stacks and collectives after a hang; a stopped process writes none."""
 INTERFACE = "GLOO_SOCKET_IFNAME"
-HANG_FILE = "hang.txt"
-
-
-def ranks_to_start(cfg: Config) -> int:
-    """Ranks to start here: `launch.nproc`, or `launch.ranks_per_gpu` for each GPU, or 2 on CPU."""
-    gpus = 0 if cfg.parallel.device is DeviceKind.cpu else num_gpus()
-    if cfg.parallel.device is DeviceKind.cuda:
-        require(gpus > 0, "parallel.device", "must be cpu or auto: this machine has no CUDA device")
-    require_engine_installed(cfg.precision, has_gpu=gpus > 0)
-    share = cfg.launch.ranks_per_gpu
-    require(gpus > 0 or share == 1, "launch.ranks_per_gpu", f"must be 1 on CPU, got {share}; use launch.nproc")
-    if gpus and cfg.launch.nproc:
-        message = f"must not exceed the {gpus} GPUs of this machine, got {cfg.launch.nproc}"
-        if share > 1:
-            message = f"must not exceed {share} ranks on each of {gpus} GPUs, got {cfg.launch.nproc}"
-        hint = "launch.ranks_per_gpu shares a GPU for a rehearsal, parallel.device=cpu uses none"
-        require(cfg.launch.nproc <= gpus * share, "launch.nproc", f"{message}; {hint}")
-    return cfg.launch.nproc or gpus * share or 2
-
-
-@cache
-def num_gpus() -> int:
-    """Count the GPUs in a separate process.
-
-    Without NVML, counting initializes CUDA, and processes forked from this one could not use it any more.
-    """
-    if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
-        return 0
-    with open_worker(forked=can_fork()) as counter:
-        counter.assign(WorkerTask(call=torch.cuda.device_count))
-        return counter.poll_result(COUNT_TIMEOUT_S) or 0
-
-
-@cache
-def smallest_gpu_bytes(num_gpus_used: int) -> tuple[int, int] | None:
-    """Free and total memory of the smallest of the first GPUs; None if it cannot be measured.
-
-    Measured in a separate process, like `num_gpus`.
-    """
-    with open_worker(forked=can_fork()) as process:
-        process.assign(WorkerTask(call=measure_gpu_bytes, arguments=(num_gpus_used,)))
-        measured: tuple[int, int] | None = process.poll_result(COUNT_TIMEOUT_S)  # type: ignore[assignment]
-        return measured
-
-
-def measure_gpu_bytes(num_gpus_used: int) -> Any:
-    """Free and total memory: the least of each."""
-    frees, totals = zip(*(torch.cuda.mem_get_info(index) for index in range(num_gpus_used)), strict=True)
-    return min(frees), min(totals)
-
-
-def measure_machine(cfg: Config, nproc: int) -> MachineMemory:
-    """The memory that `nproc` ranks find on this machine."""
-    is_gpu = cfg.parallel.device is not DeviceKind.cpu and num_gpus() > 0
-    share = cfg.launch.ranks_per_gpu
-    if is_gpu and (measured := smallest_gpu_bytes(-(-nproc // share))) is not None:
-        free, total = measured
-        return MachineMemory(
-            total_bytes=total,
-            free_bytes=free,
-            num_ranks=nproc,
-            is_gpu=True,
-            ranks_per_gpu=min(share, nproc),
-            host_bytes=free_bytes(),
-        )
-    left, free, total = address_space_left(), free_bytes() + snapshot_bytes(cfg), total_bytes()
-    if left is not None:
-        free, total = min(free, nproc * left), min(total, nproc * left)
-    return MachineMemory(total_bytes=total, free_bytes=free, num_ranks=nproc, is_gpu=False)
-
-
-def check_machine(cfg: Config, *, num_nodes: int = 1) -> list[str]:
-    """Reject a run that cannot fit into the memory of this machine; returns warnings."""
-    nproc = ranks_to_start(cfg)
-    check_world(cfg, num_nodes * nproc)
-    return check_memory(cfg, measure_machine(cfg, nproc), world_size=num_nodes * nproc)
 
 
 def launch(cfg: Config, worker: Worker, spec: RendezvousSpec = SINGLE_NODE, *, comes_back: bool = False) -> int:
@@ -332,45 +242,6 @@ def run_ranks(
         return code
 
 
-def record_failure(run: RunDir, code: int, failure: NodeFailure) -> bool:
-    """Write to status and log how a start ended that could not do it itself; all ranks are gone by now.
-
-    Returns whether the log has the end.
-    """
-    mark_ended(run, code, failure.line)
-    cause = EndCause(failure.cause)
-    if code in (EXIT_CRASHED, EXIT_INTERRUPTED) and cause is not EndCause.unknown:
-        return record_crash(run, code, failure.line, cause)
-    return False
-
-
-def existing_parents(path: Path) -> set[Path]:
-    """A directory and those above it, as far as they exist."""
-    return {parent for parent in (path, *path.parents) if parent.exists()}
-
-
-def remove_rejected_run(run: RunDir, existing: set[Path], start_name: str) -> None:
-    """Remove what a rejected start has created: its run directory, if it is new, nothing was logged, and no other start
-    uses it. The launcher holds the lease meanwhile, so that no other start can train there."""
-    if run.path in existing:
-        return
-    with suppress(ConfigError, StorageError), holding():
-        hold(run.path, DEFAULT_LEASE_S)
-        if log_size(run.events) > 0:
-            return
-        with suppress(OSError):
-            for directory in run.logs.glob(f"{start_name}*"):
-                shutil.rmtree(directory)
-            run.logs.rmdir()  # fails if another start has logs here: its ranks may not have the lease yet
-            for path in run.path.iterdir():
-                if path != run.lease:
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
-            shutil.rmtree(run.lease)
-            for directory in (run.path, *run.path.parents):
-                if directory not in existing:
-                    directory.rmdir()
-
-
 def build_tasks(cfg: Config, worker: Worker, logs: RankLogs, environment: dict[str, str]) -> list[WorkerTask]:
     """The task of each rank."""
     return [
@@ -384,34 +255,6 @@ def build_tasks(cfg: Config, worker: Worker, logs: RankLogs, environment: dict[s
         )
         for rank in logs.ranks
     ]
-
-
-def block_stop_signals() -> None:
-    """Run in the agent's thread, so that the main thread receives the stop signals."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-
-
-@contextmanager
-def collect_stop_signals() -> Iterator[list[int]]:
-    """The stop signals received so far; the handler only records them.
-
-    A signal within DUPLICATE_S of another is ignored: Slurm sends SIGTERM twice at the time limit of a job.
-    """
-    stop_signals: list[int] = []
-    last_s = -math.inf
-
-    def on_signal(signal_number: int, _frame: FrameType | None) -> None:
-        nonlocal last_s
-        is_duplicate, last_s = time.monotonic() - last_s < DUPLICATE_S, time.monotonic()
-        if not is_duplicate:
-            stop_signals.append(signal_number)
-
-    before = {signal_number: signal.signal(signal_number, on_signal) for signal_number in STOP_SIGNALS}
-    try:
-        yield stop_signals
-    finally:
-        for signal_number, handler in before.items():
-            signal.signal(signal_number, handler)
 
 
 def supervise(
@@ -466,22 +309,6 @@ def gloo_environment(address: str) -> dict[str, str]:
     return {} if interface is None else {INTERFACE: interface}
 
 
-def print_explanation(logs: RankLogs, *, world_size: int) -> None:
-    """Print and keep which collective hangs, and which ranks did not call it, by what all ranks wrote.
-
-    It runs in a thread whose result nobody reads, so it prints its own errors.
-    """
-    try:
-        line = hang_report.explain_hang(hang_report.read_answers(logs.directory, range(world_size)))
-    except Exception as error:
-        line, problem = "", f"{type(error).__name__}: {error}"
-        print(f"harness: warning: the hang cannot be explained: {problem}", file=sys.stderr)
-    if line:
-        print(f"harness: {line}", file=sys.stderr)
-        with suppress(OSError):
-            (logs.directory / HANG_FILE).write_text(f"{line}\n", encoding="utf-8")
-
-
 def silence_agent() -> None:
     """Disable the agent's log, which repeats at length what `print_failure` says in a few lines."""
     if "LOGLEVEL" not in os.environ:
@@ -489,31 +316,3 @@ def silence_agent() -> None:
             logger = logging.getLogger(name)
             logger.addHandler(logging.NullHandler())
             logger.propagate = False
-
-
-def print_failure(
-    failure: RankFailure,
-    logs: RankLogs,
-    group: NodeGroup,
-    *,
-    stopping: bool,
-    hung: str | None,
-    explainer: Executor,
-) -> int:
-    """Print why the run ended: in full on the node where it began, one line on the others.
-
-    `explainer` reads what all ranks wrote about a hang, while the nodes agree on a restart.
-    """
-    node_failure = group.failure
-    is_elsewhere = node_failure is not None and node_failure.node_rank != group.node_rank
-    if node_failure is not None and (is_elsewhere or node_failure.cause == EndCause.planned):
-        where = f"node {group.node_rank} ({machine_name()}) stops"
-        print(f"harness: {where}: {node_failure.line}", file=sys.stderr)
-        return node_failure.exit_code
-    if hung:
-        print(f"harness: {hung}; stacks of all threads: {logs.directory}/*.stacks", file=sys.stderr)
-        explainer.submit(print_explanation, logs, world_size=group.num_nodes * len(logs.ranks))
-        return EXIT_CRASHED
-    if text := render_failure(failure, stopping=stopping):
-        print(text, file=sys.stderr)
-    return run_exit_code(failure, stopping=stopping)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from launch.local.out_of_memory import describe_shortage
-from launch.local.start import measure_gpu_bytes
+from launch.local.this_machine import measure_gpu_bytes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -230,14 +230,14 @@ def config(runs: Path, name: str) -> Config:
 
 
 def main(args: Sequence[str]) -> int:
-    from launch.local import start as local
+    from launch.local import start
 
     name, runs = args
     cfg = config(Path(runs), name)
     cfg.launch.hang_after_s = 2.0 if name == "hang" else cfg.launch.hang_after_s
     cfg.launch.max_restarts = 2 if name in RESTARTED else 0
     try:
-        return local.launch(cfg, globals()[name])
+        return start.launch(cfg, globals()[name])
     except (ConfigError, StorageError) as error:
         print(error, file=sys.stderr)
         return 75 if isinstance(error, StorageError) else 2

@@ -26,7 +26,7 @@ from launch.local import restart
 from launch.local.node_group import NodeFailure, NodeGroup
 from launch.local.restart import RestartHistory, agree_on_restart
 from launch.local.roster import pack_roster
-from launch.local.start import record_failure
+from launch.local.start_failure import record_failure
 from launch.restart_budget import RestartDecision
 from tests import composed
 from tests.drills import logs

@@ -17,18 +17,15 @@ from pathlib import Path
 
 import pytest
 
-from harness.config.errors import ConfigError
 from harness.config.parallel import DeviceKind
 from harness.core.locking import directory_lease
 from harness.core.locking.lease_holder import this_process
 from harness.core.rundir import RunDir, locate
 from launch import train
-from launch.local import agent, hang_report, start, worker_pool
-from launch.local.hang_report import dump_file
-from launch.local.node_group import LOOPBACK, SINGLE_NODE, NodeGroup, RendezvousSpec
+from launch.local import agent, start, worker_pool
+from launch.local.node_group import LOOPBACK, NodeGroup, RendezvousSpec
 from launch.local.planned_restart import RestartPlanner
 from launch.local.ports import reserved_port
-from launch.local.ranks import RankFailure, RankLogs
 from launch.local.restart import RestartHistory
 from launch.local.supervisor import WRITE_TIMEOUT_S
 from launch.local.thread_count import count_expected_ranks, rank_thread_environment
@@ -183,26 +180,6 @@ def test_bad_configuration_found_by_the_workers_is_one_line_and_leaves_nothing(l
     assert not (tmp_path / "refuse").exists()
 
 
-def test_only_what_a_rejected_start_created_is_removed(tmp_path: Path) -> None:
-    new, old, logged, shared = (RunDir(tmp_path / "runs" / name) for name in ("new", "old", "logged", "shared"))
-    (old.path / "kept").mkdir(parents=True)
-    existing = start.existing_parents(old.path)
-    for run in (new, logged, shared):
-        (run.logs / "mine-restart-1").mkdir(parents=True)
-    logged.events.write_text("{}")
-    (shared.logs / "theirs").mkdir()
-    for run in (new, old, logged, shared):
-        start.remove_rejected_run(run, existing, "mine")
-    assert [run.path.exists() for run in (new, old, logged, shared)] == [False, True, True, True]
-    assert [path.name for path in shared.logs.iterdir()] == ["theirs"], "another start, whose ranks have no lease yet"
-    alone = RunDir(tmp_path / "elsewhere" / "runs" / "new")
-    existing = start.existing_parents(alone.path)
-    alone.logs.mkdir(parents=True)
-    start.remove_rejected_run(alone, existing, "mine")
-    assert not (tmp_path / "elsewhere").exists(), "the directories above it are new, too"
-    assert tmp_path.exists()
-
-
 def test_a_rejected_start_leaves_the_run_to_the_start_that_got_it(launch: Launch, tmp_path: Path) -> None:
     """Both are the first start of the run, at the same moment."""
     run = RunDir(tmp_path / "refuse_late")
@@ -320,23 +297,6 @@ def test_a_hung_rank_is_named_with_stacks_and_all_ranks_are_killed(launch: Launc
     found = json.loads((tmp_path / "hang" / "status.json").read_text())
     assert (found["state"], found["exit_code"]) == ("ended", 1)
     assert found["reason"].startswith("rank 1 on ")
-
-
-def test_the_explanation_of_a_hang_delays_no_restart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With a thousand ranks it takes longer than the other nodes wait for this one."""
-    logs = RankLogs(tmp_path, range(2))
-    entry = {"process_group": ["0", "default_pg"], "profiling_name": "nccl:barrier", "collective_seq_id": 7}
-    os.mkfifo(dump_file(tmp_path, 0))  # a read waits until this test writes
-    dump_file(tmp_path, 1).write_text(json.dumps({"entries": []}))
-    group = NodeGroup(SINGLE_NODE, LOOPBACK, "start", 0, None, 1.0)
-    failure = RankFailure(rank=0, exit_code=-9, log="")
-    with ThreadPoolExecutor() as explainer:
-        assert start.print_failure(failure, logs, group, stopping=False, hung="rank 1 hangs", explainer=explainer) == 1
-        assert capsys.readouterr().err == f"harness: rank 1 hangs; stacks of all threads: {tmp_path}/*.stacks\n"
-        dump_file(tmp_path, 0).write_text(json.dumps({"entries": [entry]}))
-    line = "rank 0 called barrier, number 7 of nccl default_pg 0; rank 1 did not, and waits for no collective"
-    assert capsys.readouterr().err == f"harness: {line}\n"
-    assert (tmp_path / "hang.txt").read_text() == f"{line}\n"
 
 
 def test_a_node_that_does_not_reach_the_store_fails_like_a_rank(
@@ -481,33 +441,6 @@ def test_cores_are_divided_among_ranks_unless_threads_is_set(tmp_path: Path, mon
     assert not locate(cfg).path.exists()
 
 
-def test_number_of_ranks_depends_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = workers.config(tmp_path, "ranks")
-    cfg.launch.nproc = None
-    monkeypatch.setattr(start, "num_gpus", lambda: 4)
-    assert start.ranks_to_start(cfg) == 2
-    cfg.parallel.device = DeviceKind.auto
-    assert start.ranks_to_start(cfg) == 4
-    cfg.launch.nproc = 8
-    with pytest.raises(ConfigError, match=r"^launch\.nproc: must not exceed the 4 GPUs"):
-        start.ranks_to_start(cfg)
-    cfg.launch.ranks_per_gpu = 2
-    assert start.ranks_to_start(cfg) == 8
-    cfg.launch.nproc = None
-    assert start.ranks_to_start(cfg) == 8
-    cfg.launch.nproc = 9
-    with pytest.raises(ConfigError, match=r"^launch\.nproc: must not exceed 2 ranks on each of 4 GPUs, got 9"):
-        start.ranks_to_start(cfg)
-    cfg.parallel.device = DeviceKind.cpu
-    with pytest.raises(ConfigError, match=r"^launch\.ranks_per_gpu: must be 1 on CPU, got 2"):
-        start.ranks_to_start(cfg)
-    cfg.launch.ranks_per_gpu = 1
-    monkeypatch.setattr(start, "num_gpus", lambda: 0)
-    cfg.parallel.device = DeviceKind.cuda
-    with pytest.raises(ConfigError, match=r"^parallel\.device: must be cpu or auto: this machine has no CUDA device"):
-        start.ranks_to_start(cfg)
-
-
 def test_expected_ranks_follow_the_visible_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = workers.config(tmp_path, "ranks")
     assert count_expected_ranks(cfg) == 2
@@ -523,17 +456,3 @@ def test_expected_ranks_follow_the_visible_gpus(tmp_path: Path, monkeypatch: pyt
     assert count_expected_ranks(cfg) == 2
     cfg.launch.nproc = 8
     assert count_expected_ranks(cfg) == 8
-
-
-def test_a_hang_that_cannot_be_explained_is_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Nobody reads the result of the thread that explains it."""
-
-    def fail(answers: object) -> str:
-        raise RuntimeError(f"no group in {answers}")
-
-    monkeypatch.setattr(hang_report, "explain_hang", fail)
-    start.print_explanation(RankLogs(tmp_path, range(1)), world_size=0)
-    assert capfd.readouterr().err == "harness: warning: the hang cannot be explained: RuntimeError: no group in {}\n"
-    assert not list(tmp_path.iterdir())
