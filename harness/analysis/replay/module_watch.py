@@ -210,7 +210,7 @@ def is_finite(value: Any) -> bool:
     """Whether all values of a tensor, or of nested tensors, are finite; other objects count as finite."""
     match value:
         case Tensor():
-            return not value.is_floating_point() or bool(torch.isfinite(local(value)).all())
+            return not value.is_floating_point() or bool(torch.isfinite(_comparable(value)).all())
         case tuple() | list():
             return all(is_finite(item) for item in value)
         case _:
@@ -221,8 +221,14 @@ def has_nan(value: Any) -> bool:
     """Whether a tensor, or one of nested tensors, holds a NaN."""
     match value:
         case Tensor():
-            return value.is_floating_point() and bool(torch.isnan(local(value)).any())
+            return value.is_floating_point() and bool(torch.isnan(_comparable(value)).any())
         case tuple() | list():
             return any(has_nan(item) for item in value)
         case _:
             return False
+
+
+def _comparable(tensor: Tensor) -> Tensor:
+    """The local values; those of an fp8 format in fp32, because torch has no `isfinite` for most of them."""
+    values = local(tensor)
+    return values.float() if values.dtype.itemsize == 1 else values

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from harness.analysis.replay.module_watch import NonFiniteModules, watch_modules
+from harness.analysis.replay.module_watch import NonFiniteModules, has_nan, is_finite, watch_modules
 from harness.model.attention_mask import document_mask
 from harness.model.init import initialize
 from harness.model.transformer import Transformer
+from harness.precision.fp8.layers import convert_to_fp8
 from harness.precision.mixed_precision import linear
 from tests.composed import load
 from tests.distributed.cases import TINY
@@ -149,6 +150,27 @@ def test_masked_documents_are_clean() -> None:
         model(tokens, tokens, mask=document_mask((tokens > 16).long())).objective.backward()
     assert seen.is_clean
     assert not seen.path
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_fp8_values_are_checked(dtype: torch.dtype) -> None:
+    broken = torch.tensor([1.0, math.nan]).to(dtype)
+    assert (is_finite(broken[:1]), is_finite(broken)) == (True, False)
+    assert (has_nan(broken[:1]), has_nan(broken)) == (False, True)
+    overflow = torch.tensor([math.inf]).to(torch.float8_e5m2)
+    assert (is_finite(overflow), has_nan(overflow)) == (False, False)
+
+
+def test_module_that_breaks_an_fp8_model_is_named() -> None:
+    cfg = load([*TINY, "precision=fp8_emulated"])
+    model = Transformer(cfg.model, sequence_length=32, linear=linear)
+    initialize(model, cfg.model, seed=0)
+    assert convert_to_fp8(model.blocks, cfg.precision).layers
+    assert watch_backward(model).is_clean
+    with torch.no_grad():
+        model.get_parameter("blocks.1.mlp.up.weight")[3, 5] = math.nan
+    seen = watch_backward(model)
+    assert (seen.broken_weights, seen.forward) == ("blocks.1.mlp.up", "blocks.1.mlp.up")
 
 
 def test_fused_attention_is_named_as_one() -> None:
