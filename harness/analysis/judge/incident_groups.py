@@ -27,7 +27,7 @@ UP_ROWS, DOWN_ROWS, SPREAD_ROWS, SMOOTHED_ROWS = 32, 8, 100, 4
 """Rows averaged by the usual loss when it rises, by the usual loss when it falls, by its spread, and by the smoothed
 loss."""
 NUM_LEVEL, LONGEST_ONSET = 25, 50
-"""Losses whose median is the level before an onset; rows between an onset and its finding."""
+"""Losses whose median is the level before an onset; rows between the onset of a spike and its finding."""
 GRAVEST = (
     FindingKind.nonfinite,
     FindingKind.replica_mismatch,
@@ -57,6 +57,8 @@ GRAVEST = (
 OF_THE_LOSS = frozenset(
     {FindingKind.nonfinite, FindingKind.divergence, FindingKind.loss_spike, FindingKind.level_shift}
 )
+SLOW_CHANGES = (FindingKind.divergence, FindingKind.level_shift)
+"""Findings whose onset may be hundreds of rows ago. Their bound is the loss before it."""
 SEVERE = frozenset(
     {
         FindingKind.replica_mismatch,
@@ -165,10 +167,12 @@ class IncidentGrouper:
         self.deviation += (abs(loss - self.mean) - self.deviation) / SPREAD_ROWS
         self.mean += (loss - self.mean) / (UP_ROWS if loss > self.mean else DOWN_ROWS)
 
-    def _level_before(self, onset: int) -> float:
-        """Median of the losses before a step; the mean loss if there is none."""
+    def _level_before(self, onset: int, finding: Finding) -> float:
+        """Median of the kept losses before a step; if there is none, the bound of a slow change, or the mean loss."""
         losses = [loss for step, loss in self.losses if step < onset]
-        return median(losses[-NUM_LEVEL:]) if losses else self.mean
+        if losses:
+            return median(losses[-NUM_LEVEL:])
+        return finding.bound if finding.kind in SLOW_CHANGES else self.mean
 
     def _add_finding(self, finding: Finding, record: ReducedRecord) -> None:
         onset = max(0, finding.step - max(0, finding.iteration - finding.onset))
@@ -180,13 +184,16 @@ class IncidentGrouper:
                 kind=finding.kind,
                 onset_step=onset,
                 detected_step=record.step,
-                base_loss=self._level_before(onset),
+                base_loss=self._level_before(onset, finding),
                 peak_step=record.step,
                 peak_loss=record.loss,
                 num_findings=0,
                 message=finding.message,
             )
         incident = self.open
+        level = self._level_before(onset, finding)
+        if finding.kind in SLOW_CHANGES and incident.base_loss - level > self.sigma:  # it began before the incident
+            incident.onset_step, incident.base_loss, self.back = onset, level, 0
         incident.num_findings += 1
         incident.ranks = sorted({*incident.ranks, *finding.ranks})
         if finding.kind not in incident.kinds:

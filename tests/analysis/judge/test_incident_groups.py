@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -130,6 +131,30 @@ def test_the_level_before_a_spike_is_that_before_its_onset_and_not_before_its_fi
     values = [3.0] * 100 + [3.5] * 10 + [4.0] * 5
     (incident,) = follow(values, {110: FindingKind.loss_spike}, back=10)
     assert (incident.onset_step, incident.base_loss) == (100, 3.0)
+
+
+def test_a_slow_rise_that_partly_falls_back_is_type_3() -> None:
+    """Its onset is hundreds of rows before its finding."""
+    rises = [min(0.003 * place, 0.8) if place < 300 else 0.4 for place in range(900)]
+    values = [3.0 * (1 + rise) + 0.07 * math.sin(place) for place, rise in enumerate([0.0] * 400 + rises)]
+    (incident,) = group_incidents(records(values, norms(len(values))))
+    assert (incident.kind, incident.spike_type, incident.severity) == (FindingKind.divergence, 3, Severity.high)
+    assert incident.onset_step == pytest.approx(400, abs=25)
+    assert incident.detected_step > 500
+    assert incident.base_loss == pytest.approx(3.0, rel=0.02)
+    assert incident.end_step is None
+
+
+@pytest.mark.parametrize("kind", [FindingKind.divergence, FindingKind.level_shift])
+def test_a_slow_change_that_began_before_its_incident_sets_the_level(kind: FindingKind) -> None:
+    incidents = IncidentGrouper(CFG)
+    for step in range(200):
+        row = record(step, 4.0 + 0.01 * (-1) ** step)
+        incidents.observe(row, [found(FindingKind.grad_spike, row)] if step == 199 else [])
+    row = record(200, 4.0)
+    incidents.observe(row, [replace(found(kind, row, back=150), bound=3.0)])
+    (incident,) = incidents.finish()
+    assert (incident.onset_step, incident.detected_step, incident.base_loss) == (50, 199, 3.0)
 
 
 def test_incident_ends_in_the_row_before_the_next_spike() -> None:
