@@ -2,10 +2,12 @@
 
 Why: a spike causes several findings. A reader asks how long it lasted, how high it went, and if the loss recovered.
 How: rows are processed in order, each in constant time. The first finding opens an incident, and later findings join it
-while it is open. A further loss spike starts a new incident, because its detector was re-armed in between. An incident
-ends when the smoothed loss is back within half a sigma of the mean before it, in `recovered_rows` more rows than it is
-not. It is closed without an end if the loss has not recovered in twice `lingering_rows` rows and no longer falls. The
-type of a spike follows from its trajectory (`harness.sentinel.detect.trajectory`); a non-finite loss is type 3.
+while it is open. A further loss spike of an applied update starts a new incident, because its detector was re-armed in
+between. An incident ends when the smoothed loss is back within half a sigma of the mean before it, in `recovered_rows`
+more rows than it is not. It is closed without an end if the loss has not recovered in twice `lingering_rows` rows and
+no longer falls, or not before the next spike. A rejected update can raise the peak, and is a row that is not recovered;
+its loss enters no mean. The type of a spike follows from its trajectory (`harness.sentinel.detect.trajectory`); a
+non-finite loss is type 3.
 Left out: actions. The policy numbers its own incidents; these groups are for reports and for logs of other programs.
 """
 
@@ -88,7 +90,8 @@ class IncidentGroup:
     detected_step: int
     """Step of the first finding."""
     end_step: int | None = None
-    """Step at which the loss had recovered; None: the log ended before, or the incident was closed without recovery."""
+    """Step at which the loss had recovered, at least the onset, because a restore lowers the step. None: the log ended
+    before, or the incident was closed without recovery."""
     severity: Severity = Severity.low
     spike_type: int | None = None
     """1 recovered, 2 lingering, 3 divergent; None if the loss was not affected."""
@@ -96,7 +99,7 @@ class IncidentGroup:
     """Loss level before the onset."""
     peak_step: int
     peak_loss: float
-    """Highest loss; if none was finite, the loss at the onset."""
+    """Highest loss, also of rejected updates; if none was finite, the loss at the onset."""
     num_findings: int = 1
     kinds: list[FindingKind] = field(default_factory=list)
     """Kinds of all its findings, in order of appearance."""
@@ -132,6 +135,8 @@ class IncidentGrouper:
     trend: RecoveryTrend = field(default_factory=RecoveryTrend)
     is_nonfinite: bool = False
     """A loss of the open incident was not finite."""
+    has_spiked: bool = False
+    """The spike detector raised a finding in the open incident. It raises the next one once it is re-armed."""
 
     @property
     def sigma(self) -> float:
@@ -142,13 +147,15 @@ class IncidentGrouper:
         """The incidents that end with this row."""
         loss, ended = record.loss, []
         finite = math.isfinite(loss) and not record.refused
+        is_spike = not record.refused and any(finding.kind is FindingKind.loss_spike for finding in findings)
+        if self.open is not None and is_spike and self.has_spiked:
+            ended.append(self._close(self.open, self.back_step if self.back > 0 else None))
         if finite:
             self.smoothed = self.smoothed + (loss - self.smoothed) / SMOOTHED_ROWS if self.seen else loss
             self.seen = True
         for finding in findings:
-            if self.open is not None and finding.kind is FindingKind.loss_spike in self.open.kinds:
-                ended.append(self._close(self.open, record.step - 1))
             self._add_finding(finding, record)
+        self.has_spiked = self.has_spiked or is_spike
         if self.open is not None:
             ended += self._update_open(self.open, record, finite)
         elif finite:
@@ -176,22 +183,22 @@ class IncidentGrouper:
 
     def _add_finding(self, finding: Finding, record: ReducedRecord) -> None:
         onset = max(0, finding.step - max(0, finding.iteration - finding.onset))
+        level = self._level_before(onset, finding)
         if self.open is None:
-            self.rows, self.back, self.is_nonfinite = 0, 0, False
+            self.rows, self.back, self.is_nonfinite, self.has_spiked = 0, 0, False, False
             self.trend = RecoveryTrend(moved_at=record.step)
             self.recent.clear()
             self.open = IncidentGroup(
                 kind=finding.kind,
                 onset_step=onset,
                 detected_step=record.step,
-                base_loss=self._level_before(onset, finding),
+                base_loss=level,
                 peak_step=record.step,
                 peak_loss=record.loss,
                 num_findings=0,
                 message=finding.message,
             )
         incident = self.open
-        level = self._level_before(onset, finding)
         if finding.kind in SLOW_CHANGES and incident.base_loss - level > self.sigma:  # it began before the incident
             incident.onset_step, incident.base_loss, self.back = onset, level, 0
         incident.num_findings += 1
@@ -203,7 +210,7 @@ class IncidentGrouper:
 
     def _update_open(self, incident: IncidentGroup, record: ReducedRecord, finite: bool) -> Iterator[IncidentGroup]:
         self.rows += 1
-        if finite and not record.loss <= incident.peak_loss:
+        if math.isfinite(record.loss) and not record.loss <= incident.peak_loss:
             incident.peak_step, incident.peak_loss = record.step, record.loss
             self.rows, self.back = min(self.rows, self.cfg.lingering_rows), 0
         self.is_nonfinite = self.is_nonfinite or not math.isfinite(record.loss)
@@ -228,7 +235,7 @@ class IncidentGrouper:
 
     def _close(self, incident: IncidentGroup, end_step: int | None) -> IncidentGroup:
         self.open = None
-        incident.end_step = end_step
+        incident.end_step = None if end_step is None else max(end_step, incident.onset_step)
         kinds = set(incident.kinds)
         if OF_THE_LOSS & kinds:
             incident.spike_type = self._classify(incident)

@@ -85,8 +85,9 @@ def test_second_spike_is_a_new_incident_before_the_first_recovers() -> None:
     values[1150:1180] = [1.4 * value for value in values[1150:1180]]
     found = group_incidents(records(values))
     assert [incident.onset_step for incident in found] == [1000, 1150]
-    assert found[0].end_step is not None
-    assert found[0].end_step < 1155
+    assert [incident.spike_type for incident in found] == [2, 1]
+    assert found[0].end_step is None
+    assert found[1].end_step == pytest.approx(1306, abs=8)
 
 
 def test_findings_that_do_not_affect_the_loss_have_no_type() -> None:
@@ -157,9 +158,38 @@ def test_a_slow_change_that_began_before_its_incident_sets_the_level(kind: Findi
     assert (incident.onset_step, incident.detected_step, incident.base_loss) == (50, 199, 3.0)
 
 
-def test_incident_ends_in_the_row_before_the_next_spike() -> None:
-    first, second = follow([3.0] * 50 + [4.0] * 100, {50: FindingKind.loss_spike, 90: FindingKind.loss_spike})
-    assert (first.onset_step, first.end_step, second.onset_step, second.detected_step) == (50, 89, 90, 90)
+@pytest.mark.parametrize(("low", "end"), [(4.0, None), (2.0, 82)])
+def test_incident_is_closed_at_the_next_spike_and_ends_only_if_the_loss_had_recovered(
+    low: float, end: int | None
+) -> None:
+    values = [3.0] * 50 + [4.0] * 30 + [low] * 10 + [4.0] * 60
+    first, second = follow(values, {50: FindingKind.loss_spike, 90: FindingKind.loss_spike})
+    assert (first.onset_step, first.end_step, second.onset_step, second.detected_step) == (50, end, 90, 90)
+
+
+def test_rejected_updates_are_one_incident_with_their_highest_loss() -> None:
+    """Their detector is not re-armed in between. All have the same step, and a restore lowers it."""
+    rows = records(losses(300), norms(300))
+    for row, factor in zip(rows[200:212], (1.0, 2.0, 3.0, *[2.5] * 9), strict=True):
+        row.step, row.loss, row.refused = 200, factor * row.loss, factor > 1
+    for row in rows:
+        row.lr = 0.05 if row.iteration == 200 else 0.001
+    for row in rows[212:]:
+        row.step -= 22
+    (incident,) = group_incidents(rows)
+    assert incident.kinds == [FindingKind.lr_jump, FindingKind.loss_spike]
+    assert (incident.onset_step, incident.detected_step, incident.peak_step, incident.end_step) == (200, 200, 200, 200)
+    assert incident.peak_loss == rows[202].loss
+    assert (incident.spike_type, incident.severity) == (1, Severity.low)
+
+
+def test_spike_of_an_applied_update_joins_the_rejected_ones_before_it() -> None:
+    rows = records(with_hump(200, 40, 2.0, total=400), norms(400))
+    for row in rows[200:205]:
+        row.refused = True
+    (incident,) = group_incidents(rows)
+    assert (incident.onset_step, incident.spike_type) == (200, 1)
+    assert incident.num_findings > 5
 
 
 @pytest.mark.parametrize(("step", "back", "onset"), [(0, 0, 0), (5, 3, 2), (5, 9, 0)])
