@@ -208,3 +208,5 @@ def number_of(text: Any) -> float | None:
         return float(text)
     except (TypeError, ValueError):
         return None
+    except OverflowError:  # an integer above the range, which JSON allows
+        return math.inf if text > 0 else -math.inf

@@ -57,6 +57,14 @@ def test_nan_and_inf_are_valid_values(tmp_path: Path) -> None:
     assert [str(loss) for _, loss, _ in found] == ["nan", "inf", "-inf"]
 
 
+def test_a_json_integer_above_the_range_is_inf(tmp_path: Path) -> None:
+    large = "1" + "0" * 400
+    text = "".join(
+        f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in ((large, 2.0), (1, large), (2, f"-{large}"))
+    )
+    assert [(step, loss) for step, loss, _ in rows(tmp_path / "log", text)] == [(0, 2.0), (1, math.inf), (2, -math.inf)]
+
+
 def test_columns_can_be_named(tmp_path: Path) -> None:
     text = "when,objective,loss\n5,3.0,1\n6,2.5,1\n"
     assert rows(tmp_path / "log", text, step="when", loss="objective") == [(5, 3.0, 0.0), (6, 2.5, 0.0)]
