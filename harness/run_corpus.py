@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from harness.checkpoint import catalog
 from harness.config import compose
+from harness.config.command_line import shell_command
 from harness.config.conf_files import read_tree
 from harness.config.data import DataKind
 from harness.config.errors import require
@@ -266,7 +267,8 @@ def refuse_other_limits(run: RunDir, settings: dict[str, tuple[Any, Any]]) -> No
     for key in settings:
         is_weight = key == "data.phases" or (key.startswith("data.sources.") and key.endswith(".weight"))
         message = f"must stay, because data.stratify spreads rare tokens over all batches of the run: {WOULD_CHANGE}"
-        advice = f"keep it and change weights with harness ctl {run.path} reweight" if is_weight else "keep it"
+        reweight = shell_command("harness", "ctl", run.path, "reweight")
+        advice = f"keep it and change weights with {reweight}" if is_weight else "keep it"
         require(not (is_weight or key.startswith("data.synthetic.")), key, f"{message}; {advice}, {NEW_RUN}")
 
 
@@ -307,7 +309,8 @@ def refuse_other_order(cfg: Config, run: RunDir, settings: dict[str, tuple[Any, 
     old_shares, new_shares = (shares_before(each, amendments, before_batch) for each in (then, cfg))
     key = next((key for key in changed if key.endswith((".weight", "data.phases"))), changed[0])
     message = f"the weights before batch {before_batch}, where the run goes on, must stay: {WOULD_CHANGE}"
-    advice = f"keep them and change later ones with data.phases or harness ctl {run.path} reweight, {NEW_RUN}"
+    reweight = shell_command("harness", "ctl", run.path, "reweight")
+    advice = f"keep them and change later ones with data.phases or {reweight}, {NEW_RUN}"
     require(old_shares == new_shares, key, f"{message}; {advice}")
 
 

@@ -20,6 +20,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.config.command_line import override, shell_command
 from harness.config.compose import compose_job, keep_text, load, register, validate
 from harness.config.conf_files import conf_dir, list_groups, read_tree
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError, require
@@ -263,7 +264,8 @@ def launch_run(cfg: Config) -> int:
     clear_stop_file(locate(cfg))  # of the last start: with it no rank that dies early would be restarted
     code = start.launch(cfg, worker)
     if code == EXIT_INTERRUPTED and is_unnamed:
-        print(f"harness: resume with the same command and run.name={cfg.run.name}", file=sys.stderr)
+        named = shell_command(override("run.name", cfg.run.name))
+        print(f"harness: resume with the same command and {named}", file=sys.stderr)
     return code
 
 

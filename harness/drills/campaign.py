@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, final
 
 from harness.config import conf_files
+from harness.config.command_line import shell_command
 from harness.config.errors import require
 from harness.core.rundir import MAY_DIFFER
 from harness.drills import scenario as scenarios
@@ -251,7 +252,7 @@ class Campaign:
 
     def repeat(self, number: int) -> str:
         """The command that repeats exactly this round."""
-        return " ".join(["harness drill campaign", f"--seed {self.seed}", f"--round {number}", *self.words])
+        return shell_command("harness", "drill", "campaign", "--seed", self.seed, "--round", number, *self.words)
 
 
 HEAD = ("scenario", "injected", "detected", "recovered", "lost")

@@ -20,6 +20,7 @@ from typing import Any, final
 from harness.analysis.dashboard.goodput import Goodput
 from harness.checkpoint import catalog, integrity
 from harness.config import conf_files
+from harness.config.command_line import shell_command
 from harness.config.errors import EXIT_DONE, require
 from harness.core.rundir import RunDir
 from harness.drills import scenario as scenarios
@@ -198,8 +199,8 @@ class InfrastructureCampaign:
 
     def repeat(self, number: int) -> str:
         """The command that repeats one fault of the schedule."""
-        options = f"--seed {self.seed} --every {self.every_s:g} --fault {number}"
-        return " ".join(["harness drill campaign --infrastructure", options, *self.words])
+        options = ["--seed", str(self.seed), "--every", f"{self.every_s:g}", "--fault", str(number)]
+        return shell_command("harness", "drill", "campaign", "--infrastructure", *options, *self.words)
 
 
 def make_cards(schedule: Sequence[DrawnFault], victim: DrillEvidence, *, first: int = 0) -> list[FaultCard]:

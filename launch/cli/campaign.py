@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from harness.config.command_line import shell_command
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, require
 from harness.config.launch import LaunchKind
 from harness.config.schema import Config
@@ -140,7 +141,7 @@ def run_infrastructure(args: Namespace) -> int:
     write_atomically(root / REPORT, json.dumps(campaign.as_dict(), indent=2) + "\n")
     write_atomically(root / "campaign.md", infrastructure.campaign_markdown(campaign))
     print(infrastructure.campaign_text(campaign), end="")
-    print_to_stderr(f"the whole run: harness dashboard {victim.path}")
+    print_to_stderr(f"the whole run: {shell_command('harness', 'dashboard', victim.path)}")
     return EXIT_DONE if campaign.passed else EXIT_LOST
 
 

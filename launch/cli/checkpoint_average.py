@@ -15,6 +15,7 @@ from typing import Any
 
 from harness.checkpoint.integrity import Damaged
 from harness.checkpoint.listing import size_text
+from harness.config.command_line import shell_command
 from harness.config.errors import ConfigError, StorageError, require
 from harness.core.event_json import parse, read
 from harness.core.events import ActionKind, Intervention, Outcome
@@ -75,7 +76,7 @@ def average_and_print(arguments: Sequence[str]) -> None:
     if args.eval_rows:
         paths = {checkpoint.name: checkpoint.path for checkpoint in chosen} | {"average": path}
         print_losses(run, paths, num_rows=args.eval_rows, device_name=args.device)
-    print(f"  export  harness checkpoint export {output} --output ...")
+    print(f"  export  {shell_command('harness', 'checkpoint', 'export', output)} --output ...")
 
 
 def read_config_changes(run: RunDir) -> list[tuple[int, dict[str, Any]]]:

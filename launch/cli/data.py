@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shlex
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
+from harness.config.command_line import override, shell_command
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, require
 from harness.core.rundir import locate
 from harness.data.prepare.document_filter import DocumentFilter
@@ -42,9 +41,6 @@ each also as .gz or .zst, .parquet and .arrow; or a directory of Hugging Face's 
 a Hugging Face dataset row by row instead, from a local directory or from a hub. The same input gives the same output
 for any number of workers. Rerun the same command to continue after it was stopped or killed.
 """
-
-PLAIN_PATH = re.compile(r"[\w./-]+")
-"""Paths that need no quotes in an override."""
 
 BATCHES_END = 2**40
 """Batches that `inspect` shows have a lower index; the positions of their samples fit into 63 bits."""
@@ -130,9 +126,8 @@ def streamed_input(args: Namespace, output: Path) -> Path:
 
 def next_command(output: Path, vocab_size: int) -> str:
     """The command that trains on a prepared corpus."""
-    path = str(output) if PLAIN_PATH.fullmatch(str(output)) else json.dumps(str(output), ensure_ascii=False)
-    overrides = ["data=files", f"data.sources.main.paths=[{path}]", f"model.vocab_size={vocab_size}"]
-    return shlex.join(["harness", "train", *overrides])
+    paths = override("data.sources.main.paths", [str(output)])
+    return shell_command("harness", "train", "data=files", paths, override("model.vocab_size", vocab_size))
 
 
 def inspect_batch(arguments: Sequence[str]) -> int:

@@ -6,13 +6,13 @@ stderr and exit code 2.
 
 from __future__ import annotations
 
-import shlex
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.config.command_line import override, run_overrides, shell_command
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, require
 from harness.config.precision import PrecisionKind
 from harness.core.rundir import RunDir
@@ -85,13 +85,12 @@ def import_and_print(arguments: Sequence[str]) -> None:
     checkpoint, options = convert.import_model(source, run)
     print(f"checkpoint  {Path(args.run) / checkpoint.relative_to(run.path)}")
     print("train it with")
-    location = [f"run.dir={Path(args.run).parent}", f"run.name={run.path.name}"]
-    print(f"  harness train {shlex.join([*location, *model_overrides(options)])}")
+    print(f"  {shell_command('harness', 'train', *run_overrides(args.run), *model_overrides(options))}")
 
 
 def model_overrides(options: Mapping[str, Any]) -> list[str]:
     """Model options as overrides."""
-    return [f"model.{key}={str(value).lower()}" for key, value in options.items()]
+    return [override(f"model.{key}", value) for key, value in options.items()]
 
 
 def export_parser() -> ArgumentParser:

@@ -10,7 +10,6 @@ others. `sweep.yaml` lists the jobs of the sweep.
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from collections import Counter
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from harness.analysis.sweeps import sweep_record
 from harness.analysis.sweeps.sweep_record import Job, Sweep
+from harness.config.command_line import override, shell_command
 from harness.config.errors import (
     EXIT_BAD_CONFIG,
     EXIT_DONE,
@@ -187,7 +187,7 @@ def resume_arguments(arguments: Sequence[str], name: str) -> list[str]:
     return (
         [*arguments]
         if any(argument.startswith("run.name=") for argument in arguments)
-        else [*arguments, f"run.name={name}"]
+        else [*arguments, override("run.name", name)]
     )
 
 
@@ -253,7 +253,7 @@ def render_submitted(directory: Path, job: str) -> str:
         [
             f"job {job}: {directory}",
             f"  logs    {directory}/slurm/slurm-{job}_*.log",
-            f"  report  harness sweep report {shlex.quote(str(directory))}",
+            f"  report  {shell_command('harness', 'sweep', 'report', directory)}",
             f"  cancel  scancel {job}",
         ]
     )
@@ -263,7 +263,7 @@ def render_summary(directory: Path, outcomes: Counter[str], num_not_started: int
     """How many jobs ended how, the report command, and the command that runs the rest."""
     counts = [f"{count} {name}" for name, count in outcomes.items()]
     counts += [f"{num_not_started} not started"] if num_not_started else []
-    lines = [", ".join(counts), f"report  harness sweep report {shlex.quote(str(directory))}"]
+    lines = [", ".join(counts), f"report  {shell_command('harness', 'sweep', 'report', directory)}"]
     if set(outcomes) & {"crashed", "interrupted"} or num_not_started:
-        lines.append(f"resume  {shlex.join(['harness', 'train', *arguments])}")
+        lines.append(f"resume  {shell_command('harness', 'train', *arguments)}")
     return "\n".join(lines)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import PurePath
 
 from harness.analysis.diagnose.diagnosis import Diagnosis
-from harness.analysis.postmortem.overrides import shell_command
+from harness.config.command_line import run_overrides, shell_command
 
 
 def fix_commands(diagnosis: Diagnosis, *, run: str, is_running: bool, overrides: Sequence[str]) -> list[str]:
@@ -21,7 +20,7 @@ def fix_commands(diagnosis: Diagnosis, *, run: str, is_running: bool, overrides:
     restore = [] if diagnosis.restore_step is None else [shell_command(*ctl, "rollback", "--to", step, *reason)]
     changed = {override.partition("=")[0] for override in diagnosis.overrides}
     kept = [override for override in overrides if override.partition("=")[0] not in changed]
-    place = [f"run.dir={PurePath(run).parent}", f"run.name={PurePath(run).name}", "run.resume=changed"]
+    place = [*run_overrides(run), "run.resume=changed"]
     train = [shell_command("harness", "train", *kept, *diagnosis.overrides, *place)]
     if not is_running:
         return [*replay, *(train if diagnosis.overrides or restore else []), *restore]

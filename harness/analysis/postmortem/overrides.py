@@ -8,12 +8,10 @@ Left out: sections such as `launch` and `telemetry`, which do not affect what is
 
 from __future__ import annotations
 
-import shlex
 from typing import Any
 
-import yaml
-
 from harness.config import compose, conf_files
+from harness.config.command_line import override
 from harness.config.data import DataKind
 from harness.config.errors import ConfigError
 from harness.config.optim import OptimConfig, OptimizerKind, ScheduleKind
@@ -74,7 +72,7 @@ def required_overrides(cfg: Config) -> list[str]:
     """Overrides without which the group options are no valid configuration: `data=files` needs paths."""
     sources = cfg.data.sources
     is_files = list(sources) == ["main"] and sources["main"].kind is DataKind.files
-    return [f"data.sources.main.paths={hydra_value(list(sources['main'].paths))}"] if is_files else []
+    return [override("data.sources.main.paths", list(sources["main"].paths))] if is_files else []
 
 
 def computed_settings(cfg: Config) -> dict[str, Any]:
@@ -89,31 +87,7 @@ def differing_overrides(wanted: dict[str, Any], start: dict[str, Any], cfg: Conf
     sources = compose.plain(cfg)["data"]["sources"]
     gone = {key.split(".")[2] for key in start if key.startswith(NAMED)} - set(cfg.data.sources)
     keys = [key for key in wanted if wanted[key] != start.get(key, object())]
-    overrides = [f"{key}={hydra_value(wanted[key])}" for key in keys if not key.startswith(tuple(added) or ("\0",))]
+    overrides = [override(key, wanted[key]) for key in keys if not key.startswith(tuple(added) or ("\0",))]
     if names:
-        overrides.append(f"+data.sources={hydra_value({name: sources[name] for name in names})}")
+        overrides.append(override("+data.sources", {name: sources[name] for name in names}))
     return [*overrides, *(f"~data.sources.{name}" for name in sorted(gone))]
-
-
-def hydra_value(value: Any) -> str:
-    """A value in the syntax of a Hydra override."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return str(value).lower()
-        case str() if value and all(letter.isalnum() or letter in "_-./" for letter in value):
-            return value
-        case str():
-            return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
-        case list():
-            return "[" + ",".join(hydra_value(item) for item in value) + "]"
-        case dict():
-            return "{" + ",".join(f"{key}:{hydra_value(item)}" for key, item in value.items()) + "}"
-        case _:
-            return str(yaml.safe_dump(value, default_flow_style=True).splitlines()[0])
-
-
-def shell_command(*args: str) -> str:
-    """A command line with each argument quoted for a shell."""
-    return " ".join(shlex.quote(arg) for arg in args)

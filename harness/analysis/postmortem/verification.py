@@ -17,6 +17,7 @@ from typing import final
 from harness.analysis.postmortem.evidence import Evidence, IncidentNumbers
 from harness.analysis.postmortem.incident_numbers import EMA_STEPS, smooth_loss
 from harness.analysis.postmortem.rules.remedies import Remedy
+from harness.config.command_line import directory_and_name, override, run_overrides
 from harness.core.events import StepRecord
 
 STEPS_PAST = 100
@@ -87,8 +88,8 @@ def verification_of(evidence: Evidence, remedy: Remedy | None) -> Verification:
     limit = None
     if numbers.level is not None:
         limit = numbers.level + max(TOLERANCE, GUILTY_SHARE * abs(numbers.level), GUILTY_SIGMAS * numbers.sigma)
-    name = f"verify-{run.name}-{evidence.folder}"
-    folder = str(PurePath(run.path).parent)
+    directory, name = directory_and_name(run.path)
+    folder = str(PurePath(directory) / f"verify-{name}-{evidence.folder}")
     seed = run.settings.get("run.seed")
     return Verification(
         seed=seed if isinstance(seed, int) else None,
@@ -101,8 +102,8 @@ def verification_of(evidence: Evidence, remedy: Remedy | None) -> Verification:
         grad_first=max(guilty - GRAD_BEFORE, 1),
         grad_last=min(guilty + GRAD_AFTER, through),
         clip_norm=_clip_norm(evidence, changes),
-        train=_train_arguments(evidence, changes, through, folder, name),
-        folder=f"{folder}/{name}",
+        train=_train_arguments(evidence, changes, through, folder),
+        folder=folder,
     )
 
 
@@ -128,13 +129,13 @@ def _clip_norm(evidence: Evidence, changes: Sequence[str]) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _train_arguments(evidence: Evidence, changes: Sequence[str], through: int, folder: str, name: str) -> list[str]:
+def _train_arguments(evidence: Evidence, changes: Sequence[str], through: int, folder: str) -> list[str]:
     run = evidence.run
     if not run.overrides:
         return []
-    changed = {override.partition("=")[0] for override in changes} | {"train.num_steps"}
-    kept = [override for override in run.overrides if override.partition("=")[0] not in changed]
-    return [*kept, *changes, f"train.num_steps={through}", f"run.dir={folder}", f"run.name={name}"]
+    changed = {each.partition("=")[0] for each in changes} | {"train.num_steps"}
+    kept = [each for each in run.overrides if each.partition("=")[0] not in changed]
+    return [*kept, *changes, override("train.num_steps", through), *run_overrides(folder)]
 
 
 def kept_steps(records: Iterable[StepRecord]) -> dict[int, StepRecord]:

@@ -20,6 +20,7 @@ from typing import Any
 from harness.analysis.replay import history
 from harness.analysis.replay.request import choose_path, config_of_path, plan_replay
 from harness.config import compose
+from harness.config.command_line import shell_command
 from harness.config.errors import ConfigError, StorageError
 from harness.config.parallel import DeviceKind
 from harness.config.schema import Config
@@ -56,9 +57,9 @@ def replay_after_run(run: RunDir, incident: int, *, within_s: float) -> bool:
             replay_on_cpu(run, incident, folder / history.REPLAY_FILE, within_s=within_s)
     except PREVENTING as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        later = f"run `harness replay {run.path} --incident {incident}`"
+        later = shell_command("harness", "replay", run.path, "--incident", incident)
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(skipped, f"The step was not replayed after the run: {reason}; {later}.\n")
+        write_atomically(skipped, f"The step was not replayed after the run: {reason}; run `{later}`.\n")
         return False
     skipped.unlink(missing_ok=True)
     return True

@@ -6,7 +6,6 @@ Finished jobs come first, sorted by loss. Unfinished jobs follow, because losses
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from harness.analysis.sweeps.job_result import RECOVERIES, JobResult
 from harness.analysis.sweeps.ranking import FEWEST_EVALUATIONS, JobScore, Ranking, joint_noise, margin
 from harness.analysis.sweeps.spike_score import FEWEST_ROWS, SIGMAS, WINDOW_ROWS
 from harness.analysis.sweeps.sweep_record import Sweep
+from harness.config.command_line import shell_command
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_HALTED, EXIT_INTERRUPTED
 from harness.core.events import ActionKind
 
@@ -126,7 +126,7 @@ def label(score: JobScore) -> str:
 def train_command(score: JobScore) -> str:
     """The command that trains with the overrides of a job."""
     job = score.result.job
-    return shlex.join(["harness", "train", *job.fixed, *job.override_list])
+    return shell_command("harness", "train", *job.fixed, *job.override_list)
 
 
 def problem_lines(ranking: Ranking) -> list[str]:
@@ -163,7 +163,7 @@ def render_markdown(sweep: Sweep, ranking: Ranking, pictures: Sequence[tuple[str
         parts.append("\n".join(["Not started, invalid config:", "", *(f"- {line}" for line in problems)]))
     parts += [f"![{title}]({file})" for title, file in pictures]
     if sweep.words:
-        parts.append(f"Command of the sweep:\n\n    {shlex.join(['harness', 'train', *sweep.words])}")
+        parts.append(f"Command of the sweep:\n\n    {shell_command('harness', 'train', *sweep.words)}")
     return "\n\n".join(parts) + "\n"
 
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import final
 
 from harness.config.checkpoint import CheckpointRemoteConfig
+from harness.config.command_line import shell_command
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_INTERRUPTED
 from harness.core import processes
 from harness.core.processes import last_line
@@ -63,8 +64,8 @@ class UploadProcess:
         self._process.stdin.close()
         is_done = processes.wait_or_end(self._process, wait_s=wait_s, grace_s=processes.GRACE_S)
         if not is_done:
-            rest = f"`harness checkpoint upload {self._run.path}` uploads the rest"
-            print_warning(f"some checkpoints were not uploaded ({self._last_line()}); {rest}")
+            command = shell_command("harness", "checkpoint", "upload", self._run.path)
+            print_warning(f"some checkpoints were not uploaded ({self._last_line()}); `{command}` uploads the rest")
         return is_done
 
     def _start(self) -> subprocess.Popen[bytes] | None:

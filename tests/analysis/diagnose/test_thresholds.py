@@ -232,6 +232,8 @@ def test_q24_names_checkpoint_fix_and_commands() -> None:
     ]
     ended = fix_commands(found, run="runs/a", is_running=False, overrides=["model=tiny"])
     assert [command.split()[1] for command in ended] == ["train", "ctl"], "only a running run can be rolled back"
+    (train, _) = fix_commands(found, run="runs/optim.lr=10,optim.beta2=0.99", is_running=False, overrides=[])
+    assert """ run.dir=runs 'run.name="optim.lr=10,optim.beta2=0.99"' """ in train
     nothing = diagnose(spiked(lambda _at: {"loss": 5.0}))
     assert "the cost is a full re-train" in node(nothing, "Q2.4").answer
 

@@ -17,6 +17,7 @@ from harness.checkpoint.catalog import Health, mark, name_of
 from harness.core.events import Action, ActionKind, CheckpointSaved, Event, FindingKind, RunStarted, StepRecord
 from tests.analysis.postmortem import stories
 from tests.analysis.postmortem.stories import FP8, FP16, ONSET, SETTINGS, evidence_of, log_of, write
+from tests.composed import load
 from tests.sentinel.series import record
 
 SLOW = SETTINGS.replace("beta2: 0.95", "beta2: 0.999")
@@ -79,6 +80,16 @@ def test_the_cause_is_the_same_in_other_runs(
 def test_every_cause_has_a_rule_and_a_remedy(tmp_path: Path) -> None:
     assert len(RULES) == len(Cause)
     assert {result.cause for result in ranked(tmp_path, stories.poisoned())} == set(Cause) == set(REMEDIES)
+
+
+def test_overrides_of_every_remedy_compose(tmp_path: Path) -> None:
+    evidence = evidence_of(write(tmp_path / "run", stories.poisoned(), FP8))
+    evidence.run.settings["launch.kind"] = "slurm"
+    remedies = [remedy_of(cause, evidence) for cause in Cause]
+    assert sum(bool(remedy.overrides) for remedy in remedies) >= 8
+    for remedy in remedies:
+        load(remedy.overrides)
+    assert load(remedies[list(Cause).index(Cause.corrupted_rank)].overrides).launch.slurm.options == ["--exclude=NODE"]
 
 
 def test_cause_without_evidence_is_not_known(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from harness.analysis.postmortem.write import EVIDENCE, MARKDOWN, PAGE, write_fo
 from harness.core.events import Event, TrialMeasured
 from tests.analysis.postmortem import stories
 from tests.analysis.postmortem.stories import evidence_of, write
+from tests.composed import load
 
 GOLDEN = Path(__file__).parent / "golden"
 OVERRIDES = ["optim.lr=0.001", "optim.clip_norm=1.0", "precision=fp16", "train.num_steps=400"]
@@ -57,6 +59,19 @@ def test_summary_and_all_sections_in_order(tmp_path: Path) -> None:
     text = markdown_report.render(story(tmp_path, "poisoned"))
     places = [text.index(f"\n{section}") for section in SECTIONS]
     assert places == sorted(places)
+
+
+@pytest.mark.parametrize("name", ["optim.lr=10,optim.beta2=0.99", "with space"])
+def test_commands_of_a_run_with_any_name_compose(tmp_path: Path, name: str) -> None:
+    evidence = story(tmp_path, "broken_update")
+    evidence.run.path, evidence.run.name, evidence.run.overrides = f"a sweep/{name}", name, OVERRIDES[:2]
+    evidence.checkpoint = "step-00000140-gen-0"
+    text = markdown_report.render(evidence)
+    commands = [shlex.split(line) for line in text.splitlines() if line.startswith("      harness ")]
+    trained = [load(arguments).run for _, command, *arguments in commands if command == "train"]
+    repetition = f"verify-{name}-001"
+    assert [(run.dir, run.name) for run in trained] == [("a sweep", name), ("a sweep", repetition)]
+    assert commands[-1] == ["harness", "verify", f"a sweep/{name}", "--incident", "1", "--log", f"a sweep/{repetition}"]
 
 
 def test_missing_measurements_are_reported_as_not_measured() -> None:

@@ -94,7 +94,7 @@ def test_prepare_and_help_need_no_torch(tmp_path: Path) -> None:
     subprocess.run(command, cwd=tmp_path, env=environment(), check=True, capture_output=True, timeout=200)
 
 
-@pytest.mark.parametrize("name", ["plain", "with space", "it's, [odd]=$x"])
+@pytest.mark.parametrize("name", ["plain", "with space", "it's, [odd]=$x", "名前"])
 def test_the_next_command_composes_to_the_corpus(tmp_path: Path, name: str) -> None:
     """What a shell passes on from the printed line is a valid configuration that names the corpus."""
     harness_name, command, *overrides = shlex.split(data.next_command(tmp_path / name, 300))

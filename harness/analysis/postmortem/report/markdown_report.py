@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from harness.analysis.postmortem.evidence import Evidence, GuiltyBatch, Hypothesis
 from harness.analysis.postmortem.gather import state_of_incident
 from harness.analysis.postmortem.measures import Measures, measure
-from harness.analysis.postmortem.overrides import shell_command
 from harness.analysis.postmortem.rare_tokens import flag_tokens
 from harness.analysis.postmortem.report.incident_text import (
     FILES,
@@ -39,6 +38,7 @@ from harness.analysis.postmortem.rules.causes import CauseStatus, Panel, RuleRes
 from harness.analysis.postmortem.rules.hypotheses import rank_causes, root_cause
 from harness.analysis.postmortem.rules.remedies import Remedy, remedy_of, restore_commands
 from harness.analysis.postmortem.verification import verification_of
+from harness.config.command_line import shell_command
 from harness.core.events import ActionKind
 
 MOST_BATCHES, MOST_TOKENS = 4, 5
@@ -229,14 +229,15 @@ def _verification(evidence: Evidence, remedy: Remedy | None) -> list[str]:
     seed = NOT_MEASURED if wanted.seed is None else wanted.seed
     number = str(evidence.incident.number)
     is_remark = evidence.folder.startswith("remark")
-    check = shell_command("harness", "verify", evidence.run.path, "--incident", number)
+    log = ["--log", wanted.folder] if wanted.train else []
+    check = shell_command("harness", "verify", evidence.run.path, "--incident", number, *log)
     train = [f"      {shell_command('harness', 'train', *wanted.train)}"] if wanted.train else []
     return [
         "## 6. Verification",
         f"- re-run with seed {seed} and the change through step {wanted.through}:",
         "",
         *train,
-        *([] if is_remark else [f"      {check} --log {wanted.folder}" if train else f"      {check}"]),
+        *([] if is_remark else [f"      {check}"]),
         "",
         *[f"- expect {line}" for line in wanted.expectations()],
         "",

@@ -10,16 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import PurePath
 from typing import final
 
 from harness.analysis.postmortem.evidence import Evidence
 from harness.analysis.postmortem.measures import first_broken_weights, measure, off_schedule, weight_jump
-from harness.analysis.postmortem.overrides import shell_command
 from harness.analysis.postmortem.rare_tokens import flag_tokens
 from harness.analysis.postmortem.rules.causes import Cause
 from harness.analysis.postmortem.rules.data_rules import find_planned_change
 from harness.analysis.postmortem.rules.rate_rules import find_rate_change, rate_range
+from harness.config.command_line import directory_and_name, override, run_overrides, shell_command
 
 OFF_SCHEDULE = 0.2
 """Tolerated difference between learning rate and schedule, as the logarithm of their ratio."""
@@ -65,17 +64,17 @@ def restore_commands(evidence: Evidence) -> tuple[str, list[str]]:
     run = evidence.run
     if not is_broken(evidence):
         return "", []
-    folder = str(PurePath(run.path).parent)
     if evidence.checkpoint:
         step = int(evidence.checkpoint.removeprefix("step-").partition("-")[0])
         text = f"restore {evidence.checkpoint}, the newest checkpoint from before the first value that is not finite"
         if not run.ended:
             reason = f"incident {evidence.incident.number}: not finite"
             return text, [shell_command("harness", "ctl", run.path, "rollback", "--to", str(step), "--reason", reason)]
-        return text, [shell_command("harness", "train", *run.overrides, f"run.dir={folder}", f"run.name={run.name}")]
+        return text, [shell_command("harness", "train", *run.overrides, *run_overrides(run.path))]
     rate = _setting(evidence, "optim.lr", 0.0) / RATE_DIVISOR
-    kept = [override for override in run.overrides if not override.startswith("optim.lr=")]
-    place = [f"run.dir={folder}", f"run.name={run.name}-lower-lr"]
+    kept = [each for each in run.overrides if not each.startswith("optim.lr=")]
+    directory, name = directory_and_name(run.path)
+    place = [override("run.dir", directory), override("run.name", f"{name}-lower-lr")]
     text = "no checkpoint from before the first value that is not finite: start again with a lower learning rate"
     return text, [shell_command("harness", "train", *kept, f"optim.lr={rate:g}", *place)] if rate else []
 
@@ -122,7 +121,7 @@ def _corrupted_rank(evidence: Evidence) -> Remedy:
     return Remedy(
         sentence=f"{ranks} computed or held corrupted values{where}; no other rank had them before the reduction.",
         change="exclude the machine of that rank until it has passed a memory test and a compute test",
-        overrides=["launch.slurm.options=[--exclude=NODE]"] if is_job else [],
+        overrides=[override("launch.slurm.options", ["--exclude=NODE"])] if is_job else [],
         lesson="Assume a hardware fault if only one rank has a bad value, unless a replay of the step reproduces it.",
     )
 
