@@ -92,15 +92,22 @@ class LossWindow:
 
     def add(self, record: StepRecord) -> None:
         while self.rows and self.rows[-1][0] >= record.step:
-            self._count(self.rows.pop()[1], -1)
+            self._subtract(self.rows.pop()[1])
         self.rows.append((record.step, record.loss))
-        self._count(record.loss, 1)
+        self._total += record.loss
+        self._squares += record.loss * record.loss
         if len(self.rows) > WINDOW_ROWS:
-            self._count(self.rows.popleft()[1], -1)
+            self._subtract(self.rows.popleft()[1])
 
-    def _count(self, loss: float, sign: int) -> None:
-        self._total += sign * loss
-        self._squares += sign * loss * loss
+    def _subtract(self, loss: float) -> None:
+        """Take a loss that has left the rows out of the sums. One that dominates them leaves its rounding error there,
+        so the rest is added up again."""
+        if loss * loss < self._squares / 2:
+            self._total -= loss
+            self._squares -= loss * loss
+        else:
+            self._total = sum(other for _, other in self.rows)
+            self._squares = sum(other * other for _, other in self.rows)
 
     def may_be_spike(self, loss: float) -> bool:
         """A fast test by running sums, which are a little inexact."""
@@ -111,7 +118,7 @@ class LossWindow:
     def mean_and_sigma(self) -> tuple[float, float]:
         losses = [loss for _, loss in self.rows]
         mean = math.fsum(losses) / len(losses)
-        return mean, math.sqrt(math.fsum((loss - mean) ** 2 for loss in losses) / len(losses))
+        return mean, math.hypot(*(loss - mean for loss in losses)) / math.sqrt(len(losses))
 
 
 def is_confirmed(spike: Spike, findings: Sequence[Finding]) -> bool:

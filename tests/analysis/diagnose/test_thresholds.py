@@ -157,6 +157,17 @@ def test_q21_spike_of_the_detectors_is_not_denied() -> None:
     assert "0 rows above 3 sigma, 0 of them confirmed; 1 more found by the detectors" in node(found, "Q2.1").number
 
 
+@pytest.mark.parametrize("outlier", [1e8, 1e200])
+def test_q21_an_outlier_hides_no_spike_after_it_has_left_the_hundred_steps(outlier: float) -> None:
+    found = diagnose(flat_log(changes={110: {"loss": outlier}, 300: {"loss": 3.31}}))
+    assert node(found, "Q2.1").number.startswith("2 rows above 3 sigma")
+
+
+def test_q21_a_huge_loss_before_a_spike_of_the_detectors() -> None:
+    found = diagnose(flat_log(changes={30: {"loss": 1e200}} | {at: {"loss": 9.0} for at in range(60, 64)}))
+    assert "2 more found by the detectors" in node(found, "Q2.1").number
+
+
 def spiked(after: Change, num: int = 400) -> list[StepRecord]:
     """A spike at step 200 to which the detectors agree, followed by chosen rows."""
     changes = {200: {"loss": 6.0}} | {at: after(at) for at in range(201, num)}
