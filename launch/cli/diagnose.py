@@ -75,10 +75,10 @@ def _read_run_dir(run: RunDir) -> LoggedRun:
         since = f"the newest {len(rows):,} steps, from iteration {rows[0].iteration}"
         print(f"harness: the log of {run.path} is long; using only {since}", file=sys.stderr)
     try:
-        checkpoints = catalog.list_checkpoints(run.checkpoints)
+        checkpoints: Sequence[catalog.Checkpoint] | None = catalog.list_checkpoints(run.checkpoints)
     except StorageError as error:
         print(f"harness: checkpoints are not considered: {error}", file=sys.stderr)
-        checkpoints = []
+        checkpoints = None
     return LoggedRun(
         records=rows,
         settings=settings_of(run),

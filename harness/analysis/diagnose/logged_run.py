@@ -25,8 +25,8 @@ class LoggedRun:
     """The configuration with dotted keys; empty for the log of another program."""
     events: Sequence[Event] = ()
     """The other events of the log, in order."""
-    checkpoints: Sequence[Checkpoint] = ()
-    """Checkpoints on disk."""
+    checkpoints: Sequence[Checkpoint] | None = None
+    """Checkpoints on disk; None: not known, as for the log of another program."""
     replays: Sequence[dict[str, Any]] = ()
     """Results of `harness replay` in the run directory."""
 
@@ -67,8 +67,16 @@ class LoggedRun:
 
     def checkpoint_before(self, step: int) -> Checkpoint | None:
         """The newest checkpoint on disk from before a step that is not known to be bad."""
-        usable = [c for c in self.checkpoints if c.step < step and c.health in (Health.good, Health.candidate)]
+        usable = [c for c in self.checkpoints or () if c.step < step and c.health in (Health.good, Health.candidate)]
         return max(usable, key=lambda checkpoint: (checkpoint.step, checkpoint.generation), default=None)
+
+    def describe_restore(self, checkpoint: Checkpoint | None) -> str:
+        """The checkpoint to restore, in words; None: `checkpoint_before` found none."""
+        if checkpoint is not None:
+            return f"restore {checkpoint.name} (step {checkpoint.step})"
+        if self.checkpoints is None:
+            return "restore a checkpoint from before it, if there is one"
+        return "no checkpoint from before it is on disk: the cost is a full re-train"
 
     def replay_of(self, iteration: int) -> dict[str, Any] | None:
         return next((found for found in self.replays if found.get("iteration") == iteration), None)
@@ -90,10 +98,3 @@ class LoggedRun:
 def scaled_override(key: str, value: float | None, factor: float) -> list[str]:
     """The override that multiplies a setting; empty if its value is not known."""
     return [] if value is None else [f"{key}={value * factor:g}"]
-
-
-def describe_checkpoint(checkpoint: Checkpoint | None) -> str:
-    """The checkpoint to restore, in words."""
-    if checkpoint is None:
-        return "no checkpoint from before it is on disk: the cost is a full re-train"
-    return f"restore {checkpoint.name} (step {checkpoint.step})"

@@ -11,7 +11,6 @@ from harness.analysis.diagnose.logged_run import (
     HALF_FORMATS,
     SCALED_BY,
     LoggedRun,
-    describe_checkpoint,
     scaled_override,
 )
 from harness.analysis.diagnose.precision_section import ask_overflow
@@ -104,7 +103,7 @@ def _ask_fix(
     checkpoint = None if is_undone else run.checkpoint_before(first.step)
     replayed = run.replay_of(first.iteration)
     fix, overrides = _fix_of(run, first, replayed)
-    restore = "" if is_undone else f"{describe_checkpoint(checkpoint)}; "
+    restore = "" if is_undone else f"{run.describe_restore(checkpoint)}; "
     answers.ask("Q1.4", "What is the fix?", f"{restore}{fix}", f"{state}; {RECURS}")
     return Diagnosis(
         nodes=answers.nodes,

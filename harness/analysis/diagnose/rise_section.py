@@ -8,7 +8,7 @@ from statistics import mean, pstdev
 
 from harness.analysis.diagnose.diagnosis import NOT_LOGGED, Answers, Diagnosis, Finds
 from harness.analysis.diagnose.log_numbers import change_factor, largest_weight_change, split_in_thirds
-from harness.analysis.diagnose.logged_run import SCALED_BY, LoggedRun, describe_checkpoint, scaled_override
+from harness.analysis.diagnose.logged_run import SCALED_BY, LoggedRun, scaled_override
 from harness.core.events import Finding, FindingKind, StepRecord
 
 RISE_ROWS = 200
@@ -145,7 +145,7 @@ def _divergence(
 ) -> Diagnosis:
     """A divergence with the checkpoint from before the window to run again from."""
     checkpoint = run.checkpoint_before(recent[0].step + 1)
-    where = f"; {describe_checkpoint(checkpoint)}" if checkpoint is not None else ""
+    where = f"; {run.describe_restore(checkpoint)}" if checkpoint is not None else ""
     return Diagnosis(
         nodes=answers.nodes,
         finds=Finds.divergence,

@@ -23,7 +23,7 @@ from harness.analysis.diagnose.log_numbers import (
     recovery_of_spike,
     spikes_of,
 )
-from harness.analysis.diagnose.logged_run import LoggedRun, describe_checkpoint
+from harness.analysis.diagnose.logged_run import LoggedRun
 from harness.core.events import Finding, FindingKind
 
 LONG_TAIL_FACTOR = 30.0
@@ -82,7 +82,7 @@ def _ask_lasting(answers: Answers, run: LoggedRun, spike: Spike, recovery: Recov
     """Q2.4: the loss stays elevated, or an older state was restored before it recovered."""
     checkpoint = run.checkpoint_before(spike.at.step)
     is_restored = "restored" in recovery.number
-    restore = "an older state was restored already" if is_restored else describe_checkpoint(checkpoint)
+    restore = "an older state was restored already" if is_restored else run.describe_restore(checkpoint)
     fix = f"{restore}; lower the clipping threshold and stratify rare tokens: {' '.join(PREVENTION)}"
     cause = f"the optimizer's moments are corrupted by the spike at step {spike.at.step}"
     answers.ask("Q2.4", "The loss stays elevated: what is the cause and the fix?", fix, cause)

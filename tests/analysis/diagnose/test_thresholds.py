@@ -38,7 +38,7 @@ def diagnose(
     settings: dict[str, Any] | None = None,
     *,
     events: Sequence[Event] = (),
-    checkpoints: Sequence[Checkpoint] = (),
+    checkpoints: Sequence[Checkpoint] | None = (),
     replays: Sequence[dict[str, Any]] = (),
 ) -> Diagnosis:
     known = {"precision.kind": "fp32"} | (settings or {})
@@ -247,6 +247,8 @@ def test_q24_names_checkpoint_fix_and_commands() -> None:
     assert """ run.dir=runs 'run.name="optim.lr=10,optim.beta2=0.99"' """ in train
     nothing = diagnose(spiked(lambda _at: {"loss": 5.0}))
     assert "the cost is a full re-train" in node(nothing, "Q2.4").answer
+    not_known = diagnose(spiked(lambda _at: {"loss": 5.0}), checkpoints=None)
+    assert node(not_known, "Q2.4").answer.startswith("restore a checkpoint from before it, if there is one; ")
 
 
 # Section 3

@@ -40,7 +40,9 @@ def test_a_csv_of_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["diagnose", csv(tmp_path / "b.csv", spiked)]) == 20
     assert "back at step 403" in capsys.readouterr().out
     assert main(["diagnose", csv(tmp_path / "c.csv", [*losses(300), math.nan]), "--precision", "bf16"]) == 10
-    assert "as for fp32, an exponent overflow near 1e38" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "as for fp32, an exponent overflow near 1e38" in shown
+    assert "restore a checkpoint from before it, if there is one" in shown
 
 
 def test_a_run_without_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
