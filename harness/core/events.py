@@ -472,6 +472,11 @@ class Outcome(Event):
     kept_steps: int = 0
     """Trial: iterations of the chosen remedy that are kept; their step records follow. 0: they are trained again."""
 
+    @property
+    def has_excluded(self) -> bool:
+        """Whether the batches of the action are excluded: a restore excludes them before it loads anything."""
+        return self.succeeded or self.is_torn
+
 
 @dataclass(slots=True, kw_only=True)
 class TrialMeasured(Event):

@@ -143,6 +143,7 @@ class Story:
     """Tokens of each batch, as of the latest start; None: neither the configuration nor corpus.json can be read."""
     _is_sample: bool = False
     """Whether the lines being read are a sample."""
+    _last_action: Action | None = None
     _recent: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
     _offsets: dict[Path, int] = field(default_factory=dict)
 
@@ -274,16 +275,23 @@ class Story:
                     self._blame(cursor, event.kind)
             case Action():
                 self._mark_event(MarkKind.action, event, incident=event.incident)
-                if event.exclude:
-                    first, last = event.exclude
-                    for cursor in range(first, min(last + 1, first + NUM_RECENT)):
-                        self._blame(cursor, f"excluded by incident {event.incident}" if event.incident else "excluded")
+                self._last_action = event
             case Outcome():
                 self._mark_event(MarkKind.restored, event, incident=event.incident)
+                self._blame_excluded(event)
             case Intervention():
                 self._mark_event(MarkKind.intervention, event)
             case _:
                 pass
+
+    def _blame_excluded(self, outcome: Outcome) -> None:
+        """Blame the batches that the last action excluded. An action that failed excluded none."""
+        action = self._last_action
+        if action is None or action.kind is not outcome.kind or not action.exclude or not outcome.has_excluded:
+            return
+        first, last = action.exclude
+        for cursor in range(first, min(last + 1, first + NUM_RECENT)):
+            self._blame(cursor, f"excluded by incident {action.incident}" if action.incident else "excluded")
 
     def all_marks(self) -> list[Mark]:
         """All marks, sorted by time."""

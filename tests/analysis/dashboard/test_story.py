@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from harness.analysis.dashboard.series import thin
 from harness.analysis.dashboard.story import FP8_COLUMNS, MOST_MARKS, MarkKind, Story
 from harness.analysis.dashboard.terminal_view import frame
 from harness.core.event_json import to_json
-from harness.core.events import Finding, FindingKind, RunRestarted, RunStarted
+from harness.core.events import Action, ActionKind, Finding, FindingKind, Outcome, RunRestarted, RunStarted
 from harness.core.rundir import RunDir
 from tests.analysis.dashboard.logs import BEGUN, long_run, record, write
 
@@ -62,6 +63,16 @@ def test_story_of_a_run(run: RunDir) -> None:
         (299, "update rejected, nonfinite, excluded by incident 3"),
     ]
     assert story.guilty[99].rarest == [[147, 1, 12], [156, 2, 105], [157, 2, 107]]
+
+
+@pytest.mark.parametrize(("succeeded", "is_torn"), [(True, False), (False, False), (False, True)])
+def test_only_batches_that_an_action_did_exclude_are_blamed(tmp_path: Path, succeeded: bool, is_torn: bool) -> None:
+    facts: Any = {"time": BEGUN, "iteration": 2, "step": 2, "incident": 1, "kind": ActionKind.rollback}
+    action = Action(**facts, reason="the loss rises", onset=1, exclude=[1, 1])
+    outcome = Outcome(**facts, succeeded=succeeded, is_torn=is_torn)
+    write(tmp_path / "events.jsonl", [record(1, time=BEGUN), record(2, time=BEGUN), action, outcome])
+    excluded = [batch.cursor for batch in read(RunDir(tmp_path)).guilty.values()]
+    assert excluded == ([1] if succeeded or is_torn else [])
 
 
 def test_incremental_reads_equal_one_read(run: RunDir, tmp_path: Path) -> None:

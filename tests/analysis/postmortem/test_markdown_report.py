@@ -14,13 +14,13 @@ from matplotlib.figure import Figure
 from harness.analysis.postmortem import evidence as schema
 from harness.analysis.postmortem.evidence import Evidence, RunFacts
 from harness.analysis.postmortem.report import html_report, markdown_report
-from harness.analysis.postmortem.report.incident_text import FILES, NOT_MEASURED
+from harness.analysis.postmortem.report.incident_text import FILES, NOT_MEASURED, action_lines
 from harness.analysis.postmortem.report.panels import PAINTERS, draw
 from harness.analysis.postmortem.rules.causes import Cause, Panel
 from harness.analysis.postmortem.write import EVIDENCE, MARKDOWN, PAGE, write_folder
-from harness.core.events import Event, TrialMeasured
+from harness.core.events import ActionKind, Event, TrialMeasured
 from tests.analysis.postmortem import stories
-from tests.analysis.postmortem.stories import evidence_of, write
+from tests.analysis.postmortem.stories import ONSET, evidence_of, write
 from tests.composed import load
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -108,6 +108,23 @@ def test_every_remedy_that_was_tried_is_listed_with_its_numbers() -> None:
     text = markdown_report.render(bare)
     assert "| 126 | unchanged | 10 | 1 | 6.1 -> 25.4 | 1.5 -> 2 | loss_spike | 3.00 s |\n" in text
     assert "| 126 | lower_lr | 10 | 0 | 6.1 -> 5.2 | 1.5 -> 2 | none | 3.00 s |\n" in text
+
+
+def test_batches_of_a_restore_that_failed_are_not_excluded(tmp_path: Path) -> None:
+    def lines(*, is_torn: bool) -> list[str]:
+        actions = [stories.action(kind, ONSET, exclude=[140, 150]) for kind in (ActionKind.rewind, ActionKind.rollback)]
+        results = [
+            stories.outcome(ActionKind.rewind, ONSET, succeeded=False),
+            stories.outcome(ActionKind.rollback, ONSET, succeeded=False, is_torn=is_torn),
+        ]
+        log = stories.log_of({}, [actions[0], results[0], actions[1], results[1], stories.ended()])
+        return action_lines(evidence_of(write(tmp_path / "run", log)))
+
+    assert lines(is_torn=False) == [
+        f"rewind, batches 140 to 150 not excluded, failed (iteration {ONSET})",
+        f"rollback, batches 140 to 150 not excluded, failed (iteration {ONSET})",
+    ]
+    assert lines(is_torn=True)[1] == f"rollback, batches 140 to 150 excluded, failed (iteration {ONSET})"
 
 
 def test_empty_pictures_are_left_out_and_removed(tmp_path: Path) -> None:

@@ -126,7 +126,8 @@ def _action_line(action: Action, outcome: Outcome | None) -> str:
         text += f", {outcome.remedy} won: {outcome.kept_steps} steps kept, {outcome.steps_lost} dropped"
     if len(action.exclude) == 2:
         first, last = action.exclude
-        text += f", batch {first} excluded" if first == last else f", batches {first} to {last} excluded"
+        batches = f"batch {first}" if first == last else f"batches {first} to {last}"
+        text += f", {batches} {'excluded' if outcome is None or outcome.has_excluded else 'not excluded'}"
     if action.lr_scale is not None:
         text += f", learning rate times {action.lr_scale:g}"
     if action.source is not None:
