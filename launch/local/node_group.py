@@ -28,6 +28,7 @@ from threading import Condition, Thread
 from typing import Any, Self, final
 
 from harness.core.events import EndCause
+from harness.core.locking.directory_lease import Lease
 from launch.local.node_link import Link, encode_message
 from launch.local.roster import Roster, pack_roster, unpack_roster
 
@@ -134,6 +135,10 @@ class NodeGroup:
     """Where later launchers join; only on node 0."""
     admit: Callable[[socket.socket], Link | None] | None = None
     """Identifies a launcher that joins later; None rejects it."""
+    lease: Lease | None = None
+    """Lease of the run, held between two starts until rank 0 takes it; only on the coordinator of an elastic run."""
+    lease_offered_by: str = ""
+    """Owner of the lease that rank 0 of this start takes over; empty: none."""
     fenced_s: float = 0.0
     """Ranks of a silent node may run until then, by the monotonic clock."""
     _closing_s: float = math.inf
@@ -213,7 +218,7 @@ class NodeGroup:
         """Keep what follows the last failure. If the ranks start again, this is the next start from here on: a failure
         of it may follow at once."""
         with self.changed:
-            self.decision, self.out = decision, decision["out"]
+            self.decision, self.out, self.lease_offered_by = decision, decision["out"], decision["lease"]
             if decision["again"]:
                 self._begin_restart(decision["restarts"], decision["store_port"], unpack_roster(decision["roster"]))
 
@@ -284,6 +289,8 @@ class NodeGroup:
 
     def __exit__(self, *_: object) -> None:
         """Disconnect after the reachable nodes have read our last message, or after LINGER_S."""
+        if self.lease is not None:
+            self.lease.release()
         now_s = time.monotonic()
         reachable = any(now_s - link.last_seen_s < self.silent_s for link in self.links.values())
         self._closing_s = now_s + (LINGER_S if reachable else 0.0)

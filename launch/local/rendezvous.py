@@ -281,7 +281,7 @@ def prepare_succession(group: NodeGroup, link: Link, hello: dict[str, Any], elas
     hello["port"] = group.succession.getsockname()[1]
 
     def admit(connection: socket.socket) -> Link | None:
-        return admit_node(group, connection, hello, elastic)
+        return admit_node(group, connection, hello, elastic if group.is_coordinator else None)
 
     group.succeed = lambda: find_coordinator(group, hello, admit, elastic.record)
 

@@ -6,7 +6,8 @@ How: when a rank dies, hangs or raises, or a node is lost, every node stops its 
 for all (`launch.restart_budget`) once no rank of the run is alive, opens another store for the next start, and sends
 the decision. In an elastic run it also chooses the machines: a spare takes over the node rank of one that is lost or
 out, or the run continues with fewer (`launch.local.roster`). Where the run resumes is decided by the ranks, as in every
-start. If node 0 itself is lost, the next in line decides (`launch.local.succession`). Exit codes 2, 3 and 75, and the
+start. If node 0 itself is lost, the next in line decides (`launch.local.succession`). In an elastic run the launcher
+that decides holds the lease of the run meanwhile, and writes nothing without it. Exit codes 2, 3 and 75, and the
 loss of a node that nobody can replace, are never answered with a restart; then the launchers end, and a scheduler may
 requeue the job.
 """
@@ -21,10 +22,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Self, final
 
 from harness.checkpoint.catalog import Health
+from harness.config.errors import ConfigError
 from harness.config.launch import LaunchConfig
 from harness.config.schema import Config
 from harness.core.events import EndCause, Event, StepRecord
-from harness.core.locking.run_lease import clear_dead_lease
+from harness.core.locking.run_lease import clear_dead_lease, take_over_lease
 from harness.core.node_name import machine_name
 from harness.core.rundir import RunDir, locate
 from harness.core.stderr_lines import print_warning
@@ -148,14 +150,20 @@ def agree_on_restart(group: NodeGroup, history: RestartHistory, stop_signals: Se
     """
     failure = group.failure
     assert failure is not None, "the ranks failed"
+    if group.node_rank == 0 and not (group.is_coordinator and history.elastic is not None):
+        # A coordinator elsewhere, and a start with one rank, which knows no launcher, cannot see that rank 0 is dead.
+        clear_dead_lease(history.run.path)
     while not group.is_coordinator:
         decision = await_decision(group, stop_signals)
         if decision is not None:
             return decision
         if stop_signals or group.succeed is None or not group.succeed():
             return RestartDecision(False, "")
-    obstacle = find_obstacle(group, history.run, stop_signals)
-    history.record_faults(group, stopping=bool(stop_signals))
+    try:
+        obstacle = find_obstacle(group, history, stop_signals)
+        history.record_faults(group, stopping=bool(stop_signals))
+    except ConfigError as error:  # another launcher has taken the run over
+        obstacle = str(error)
     roster = choose_next_roster(group, history)
     if roster is None and failure.cause == EndCause.lost_node and history.elastic is None:
         decision = RestartDecision(False, "")
@@ -176,7 +184,6 @@ def agree_on_restart(group: NodeGroup, history: RestartHistory, stop_signals: Se
         out = change.out
         number += 1
         decision = RestartDecision(True, ", ".join(filter(None, [f"restart {number}", change.text])))
-        clear_dead_lease(history.run.path)  # a start with one rank does not know that this launcher started it
         record_restart(
             history.run,
             failure.line,
@@ -195,6 +202,7 @@ def agree_on_restart(group: NodeGroup, history: RestartHistory, stop_signals: Se
         "roster": pack_roster(roster if decision.again and roster is not None else group.roster),
         "exit_code": failure.exit_code,
         "out": out,
+        "lease": group.lease.me.owner if group.lease is not None else "",
     }
     with group.changed:
         group.take_decision(message)
@@ -252,13 +260,21 @@ def describe_change(group: NodeGroup, roster: Roster, history: RestartHistory) -
     )
 
 
-def find_obstacle(group: NodeGroup, run: RunDir, stop_signals: Sequence[int]) -> str:
-    """Wait until all nodes have stopped their ranks; returns why no restart is possible, or an empty string.
+def find_obstacle(group: NodeGroup, history: RestartHistory, stop_signals: Sequence[int]) -> str:
+    """Wait until all nodes have stopped their ranks; returns why no restart is possible, or an empty string. Raises
+    ConfigError if another process has taken the run over.
 
     The ranks of a lost node die with its launcher. Those of a silent one are killed by their launcher, which notices
-    the silence as well; that takes until `fenced_s`. No file is read while `changed` is held: if the file system
-    stalled, this launcher would send no heartbeats.
+    the silence as well; that takes until `fenced_s`. In an elastic run the lease is taken as soon as rank 0 is dead. No
+    file is read while `changed` is held: if the file system stalled, this launcher would send no heartbeats.
     """
+    deadline_s = time.monotonic() + STOP_WITHIN_S
+    if history.elastic is not None:
+        with group.changed:
+            first = group.roster[0]
+            is_dead = group.changed.wait_for(lambda: is_stopped(group, first), timeout=STOP_WITHIN_S)
+        if is_dead:
+            hold_lease(group, history.run)
     with group.changed:
         waiting = [number for number in group.roster if number != group.number]
 
@@ -267,16 +283,31 @@ def find_obstacle(group: NodeGroup, run: RunDir, stop_signals: Sequence[int]) ->
                 waiting.pop()
             return not waiting
 
-        group.changed.wait_for(is_settled, timeout=STOP_WITHIN_S)
+        group.changed.wait_for(is_settled, timeout=deadline_s - time.monotonic())
         if unstopped := list_unstopped(group):
             return f"node {', '.join(map(str, unstopped))} did not stop its ranks within {STOP_WITHIN_S:.0f} s"
         if any(link.is_done for link in group.active_links().values()):
             return "the ranks of another node have ended"
         is_stopping = any(link.is_stopping for link in group.active_links().values())
-    if stop_signals or is_stopping or has_stop_file(run):
+    if stop_signals or is_stopping or has_stop_file(history.run):
         return "a stop was requested"
     time.sleep(max(0.0, group.fenced_s - time.monotonic()) if group.lost else 0.0)
+    if history.elastic is not None:
+        hold_lease(group, history.run)  # this launcher may have been stopped since
     return ""
+
+
+def hold_lease(group: NodeGroup, run: RunDir) -> None:
+    """Hold the lease of the run until rank 0 of the next start takes it over; as in a first start if storage fails now.
+
+    Raises ConfigError if another process has the lease.
+    """
+    try:
+        if group.lease is None or not group.lease.is_newest():
+            group.lease = None
+            group.lease = take_over_lease(run.path)
+    except OSError as error:
+        print_warning(f"cannot take the lease of {run.path}: {error.strerror}")
 
 
 def list_unstopped(group: NodeGroup) -> list[int]:

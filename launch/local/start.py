@@ -38,7 +38,7 @@ from harness.config.errors import (
 from harness.config.schema import Config, check_world
 from harness.control.stop_requests import STOP_CLEARED
 from harness.core.events import EndCause
-from harness.core.locking.run_lease import clearing_dead_lease, io_error, is_in_use
+from harness.core.locking.run_lease import OFFERED_BY, clearing_dead_lease, io_error, is_in_use
 from harness.core.node_name import machine_name
 from harness.core.rundir import locate
 from harness.core.transient_io import retry_transient
@@ -222,7 +222,8 @@ def run_ranks(
         )
 
     logs.create()
-    tasks = build_tasks(cfg, worker, logs, gloo_environment(group.address))
+    environment = gloo_environment(group.address) | {OFFERED_BY: group.lease_offered_by}
+    tasks = build_tasks(cfg, worker, logs, environment)
     with ThreadPoolExecutor(max_workers=1, initializer=block_stop_signals) as executor:
         supervisor = Supervisor(locate(cfg), logs.ranks, HangLimits(cfg.launch, cfg.parallel.timeout_s))
         future = executor.submit(run_agent, group, processes, tasks, on_failure=on_failure)

@@ -6,9 +6,9 @@ line, nodes before spares, and again whenever that changes. A launcher that has 
 connects to the first in line that answers. That one admits the others for some seconds, counts those that do not come
 as lost, and decides as the first coordinator would have: a spare takes over the node of the lost machine, or the run
 goes on with fewer (`launch.local.restart`). The next start has its store at the address of the new coordinator.
-The lost coordinator may still live, cut off from the others. The lease of the run decides: the new one waits until
-rank 0 has missed three renewals, and gives up if there is another. If both start ranks, one rank 0 gets the lease, and
-the other exits.
+The lost coordinator may still live, cut off from the others. The lease of the run decides. A coordinator holds it while
+no rank 0 does, and only its holder writes to the run. The new coordinator takes it once three renewals were missed, and
+gives up if it is renewed.
 Left out: the restart budget of the lost coordinator; the count begins anew. Launcher 0 cannot join again as a spare.
 """
 
@@ -59,10 +59,9 @@ def find_coordinator(group: NodeGroup, hello: Mapping[str, Any], admit: Admit, r
 def become_coordinator(group: NodeGroup, address: str, host: str, admit: Admit, record: NodeRecord) -> bool:
     """Take over from the lost coordinator; False if it still writes the run.
 
-    This launcher is not the coordinator before it has freed the lease: only the coordinator writes the end of the run.
+    This launcher is not the coordinator before it holds the lease: only the coordinator writes to the run.
     """
     lost = set(group.lost)
-    record.read_again()
     group.admit_followers(admit)
     expected = set(group.members) - lost - {group.number}
     with ThreadPoolExecutor(max_workers=1) as executor:
@@ -75,10 +74,13 @@ def become_coordinator(group: NodeGroup, address: str, host: str, admit: Admit, 
                 if number not in (group.number, *group.links, *group.lost):
                     group.add_lost(number, group.hosts[number], "is gone")
         try:
-            taken.result()
+            group.lease = taken.result()
         except (ConfigError, StorageError) as error:
             print(f"harness: the run cannot be taken over: {error}", file=sys.stderr, flush=True)
             return False
+    record.read_again()
     group.coordinate(address)
+    for link in group.links.values():
+        record.mark_returned(link.host)
     print(f"harness: {host} coordinates the run from now on", file=sys.stderr, flush=True)
     return True

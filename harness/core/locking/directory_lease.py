@@ -13,7 +13,8 @@ low, sees the higher one, and gives up.
 On the holder's machine the lease is free as soon as its process is gone; pid and start time identify the process. On
 another machine it is free once the counter has not changed for `lease_s`, by the clock of the observer. Clocks of two
 machines are never compared. A holder that finds a newer lease has lost its own (`on_lost`). It can also check before a
-write (`verify`), which costs nothing unless renewals are overdue.
+write (`verify`), which costs nothing unless renewals are overdue. A holder can offer its lease to another process, by
+its owner id (`offered_by`): that process takes it without a moment in which it is free.
 Left out: a write that the kernel has already accepted when the lease is lost.
 """
 
@@ -74,6 +75,10 @@ class SeenLease:
         launcher_lives = start_of(holder.launcher_pid) in (holder.launcher_started, HIDDEN)
         is_ours = holder.launcher_pid in (me.launcher_pid, me.pid)
         return None if holder.launcher_pid and launcher_lives and not is_ours else False
+
+    def is_free(self, offered_by: str = "") -> bool:
+        """Whether the lease may be taken at once: it was released, or its owner offers it."""
+        return self.released or (self.holder is not None and self.holder.owner == offered_by)
 
     def describe(self) -> str:
         """Holder and age of the lease, as part of a line."""
@@ -137,14 +142,16 @@ def wait_until_free(
     *,
     at_most_s: float | None = None,
     on_wait: Callable[[SeenLease, float], None] | None = None,
+    offered_by: str = "",
 ) -> SeenLease | None:
     """Wait until nobody holds the lease; returns the last one that was seen. Raises InUseError if its holder is alive.
 
     With `at_most_s`, also returns after that many seconds without a sign of life. `on_wait` is called once if there is
-    something to wait for. Only time between successful reads counts: a file system that hangs here proves nothing.
+    something to wait for. The lease of the owner `offered_by` counts as free. Only time between successful reads
+    counts: a file system that hangs here proves nothing.
     """
     seen, silent_s, blind_s, read_s = read_newest(directory), 0.0, 0.0, time.monotonic()
-    while seen is not None and not seen.released:
+    while seen is not None and not seen.is_free(offered_by):
         alive = seen.is_alive(me)
         if alive:
             raise InUseError(seen)
@@ -163,7 +170,7 @@ def wait_until_free(
             if blind_s > seen.lease_s:
                 raise
             continue
-        if now is not None and not now.released and (now.number, now.pulse) != (seen.number, seen.pulse):
+        if now is not None and not now.is_free(offered_by) and (now.number, now.pulse) != (seen.number, seen.pulse):
             raise InUseError(now)
         seen, silent_s = now, silent_s + min(elapsed_s, 2 * POLL_S)
     return seen
@@ -174,12 +181,17 @@ def acquire(
     me: Holder,
     *,
     on_lost: Callable[[SeenLease], None],
+    at_most_s: float | None = None,
     on_wait: Callable[[SeenLease, float], None] | None = None,
+    offered_by: str = "",
 ) -> Lease:
-    """Take the lease of a directory, and create the directory. Raises InUseError if another process holds it."""
+    """Take the lease of a directory, and create the directory. Raises InUseError if another process holds it.
+
+    `wait_until_free` explains the options.
+    """
     while True:
         directory.mkdir(parents=True, exist_ok=True)  # a rejected start may remove it while this one waits
-        free = wait_until_free(directory, me, on_wait=on_wait)
+        free = wait_until_free(directory, me, at_most_s=at_most_s, on_wait=on_wait, offered_by=offered_by)
         number = 1 if free is None else free.number + 1
         descriptor = create(directory, number, me)
         if descriptor is not None:
@@ -266,6 +278,11 @@ class Lease:
         """Check that the lease is still ours. Reads the directory only if renewals are overdue."""
         if time.monotonic() - self._confirmed_s > self.me.overdue_s and not self._ended.is_set():
             self._check()
+
+    def is_newest(self) -> bool:
+        """Whether no other process has taken the lease since. Reads the directory."""
+        self._check()
+        return not self._ended.is_set()
 
     def release(self) -> None:
         """Stop renewing and mark the lease as released; best effort if the file system does not answer."""

@@ -2,7 +2,9 @@
 
 Rank 0 takes the lease in `harness.resume`, or before it downloads the run from an object store, before it changes
 anything. It renews it from a thread during the run, and releases it at the end. A launcher checks it before it creates
-a file. `harness.core.locking.directory_lease` explains how a lease works and when one that was not released is stale.
+a file. In an elastic run the launcher that coordinates a restart holds it from the death of one rank 0 until the next
+takes it over (OFFERED_BY): of two launchers that have lost each other, only one writes.
+`harness.core.locking.directory_lease` explains how a lease works and when one that was not released is stale.
 Commands that only read, and `harness ctl`, do not need it.
 """
 
@@ -20,10 +22,12 @@ from typing import NoReturn
 from harness.config.errors import EXIT_BAD_CONFIG, ConfigError, StorageError
 from harness.core.locking import directory_lease
 from harness.core.locking.directory_lease import InUseError, Lease, SeenLease
-from harness.core.locking.lease_holder import this_process
+from harness.core.locking.lease_holder import DEFAULT_LEASE_S, this_process
 from harness.core.transient_io import TRANSIENT_ERRORS, retry_transient
 
 FOLDER = "lease"
+OFFERED_BY = "HARNESS_LEASE_OFFERED_BY"
+"""Environment variable of a rank: owner of the lease that rank 0 takes over from the launcher; empty: none."""
 TAKEOVER_ATTEMPTS = 3
 """How often a holder that the job has lost may be seen alive before it counts as alive."""
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -46,7 +50,11 @@ def hold(run: Path, lease_s: float) -> None:
         _abandoned = None
     try:
         _held = directory_lease.acquire(
-            run / FOLDER, this_process(lease_s), on_lost=exit_after_takeover, on_wait=report_waiting
+            run / FOLDER,
+            this_process(lease_s),
+            on_lost=exit_after_takeover,
+            on_wait=report_waiting,
+            offered_by=os.environ.get(OFFERED_BY, ""),
         )
     except InUseError as error:
         raise in_use_error(run, error) from None
@@ -144,27 +152,25 @@ def is_in_use(run: Path) -> bool:
     return False
 
 
-def take_over_lease(run: Path) -> None:
-    """Free the lease of a process on a machine that the job has lost, once it has missed a few renewals.
+def take_over_lease(run: Path) -> Lease:
+    """Take the lease of a run whose rank 0 is dead or lost, for the launcher that decides about the next start.
 
-    Raises ConfigError if it is renewed again and again. The process that held it exits when it sees this, if it lives.
+    The lease of a process on another machine is taken once it has missed a few renewals; that process exits when it
+    sees this, if it lives. Raises ConfigError if the lease is renewed again and again.
     """
-    directory, me = run / FOLDER, this_process()
+    directory = run / FOLDER
     for attempt in range(1, TAKEOVER_ATTEMPTS + 1):
         try:
             seen = retry_transient(partial(directory_lease.read_newest, directory))
-            if seen is None or seen.released:
-                return
-            at_most_s = None if seen.holder is None else seen.holder.overdue_s
-            free = directory_lease.wait_until_free(directory, me, at_most_s=at_most_s)
-            if free is not None and not free.released:
-                release_stale_lease(directory, free)
-            return
+            me = this_process(DEFAULT_LEASE_S if seen is None else seen.lease_s)
+            at_most_s = None if seen is None or seen.holder is None else seen.holder.overdue_s
+            return directory_lease.acquire(directory, me, on_lost=lambda _: None, at_most_s=at_most_s)
         except InUseError as error:  # it may have been renewed a last time
             if attempt == TAKEOVER_ATTEMPTS:
                 raise in_use_error(run, error) from None
         except OSError as error:
-            raise io_error(directory, "cannot read", error) from None
+            raise io_error(directory, "cannot take", error) from None
+    raise AssertionError("the last attempt returns or raises")
 
 
 def dead_holder(run: Path) -> str:

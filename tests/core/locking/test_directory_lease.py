@@ -245,10 +245,23 @@ def test_a_take_over_reads_the_lease_again_after_an_io_error(tmp_path: Path, mon
     monkeypatch.setattr(transient_io, "PAUSE_S", 0.01)
     assert not run_lease.is_in_use(tmp_path)
     errors += [errno.ESTALE, errno.EIO]
-    run_lease.take_over_lease(tmp_path)
-    seen = read_newest(tmp_path / run_lease.FOLDER)
-    assert seen is not None
-    assert (seen.number, seen.released) == (2, True)
+    lease = run_lease.take_over_lease(tmp_path)
+    assert (lease.number, lease.is_newest()) == (2, True)
+    lease.release()
+
+
+def test_rank_0_takes_the_lease_that_the_launcher_offers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = run_lease.take_over_lease(tmp_path)
+    with pytest.raises(ConfigError, match="is in use by pid"):
+        run_lease.hold(tmp_path, 60.0)
+    monkeypatch.setenv(run_lease.OFFERED_BY, launcher.me.owner)
+    with run_lease.holding():
+        run_lease.hold(tmp_path, 60.0)
+        assert not launcher.is_newest()
+        with pytest.raises(ConfigError, match="is in use by pid"):
+            run_lease.take_over_lease(tmp_path)
+    launcher.release()
+    run_lease.take_over_lease(tmp_path).release()
 
 
 def test_scratch_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_a_launcher_that_waits_sees_the_decision_though_a_failure_follows_at_onc
     wait_until(lambda: first.links[1].stopped == 0)
     decision = {"again": True, "restarts": 1, "reason": "restart 1", "store_port": 1, "exit_code": 1, "out": {}}
     with second.changed:  # its launcher cannot look in between
-        second.take_decision(decision | {"roster": pack_roster(second.roster)})
+        second.take_decision(decision | {"roster": pack_roster(second.roster), "lease": ""})
         second.report_failure(KILLED)
     assert waiting.result(10) == RestartDecision(True, "restart 1")
     assert second.failure == KILLED

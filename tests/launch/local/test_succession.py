@@ -16,7 +16,7 @@ from launch.local import file_limit, succession
 from launch.local.node_group import SPARE, NodeGroup
 from launch.local.restart import agree_on_restart
 from launch.local.spare import wait_as_spare
-from launch.node_record import read_node_faults
+from launch.node_record import node_record_path, read_node_faults
 from launch.restart_budget import RestartDecision
 from tests.launch.local.test_rendezvous import drop_connections, wait_until
 from tests.launch.local.test_spare import KILLED, Hosts, lose, names, restarted, run, stack
@@ -29,6 +29,8 @@ def kill(group: NodeGroup) -> None:
     for listener in (group.listener, group.succession, group.store_socket):
         if listener is not None:
             listener.close()
+    if group.lease is not None:
+        group.lease.release()
     drop_connections(group)
 
 
@@ -143,7 +145,16 @@ def test_a_coordinator_is_lost_while_it_sends_its_decision(stack: ExitStack, run
     first.report_failure(KILLED)
     wait_until(lambda: None not in (others[0].failure, others[1].failure))
     others[told - 1].take_decision(
-        {"again": True, "reason": "", "restarts": 1, "store_port": 1, "roster": [[0, 2]], "exit_code": 1, "out": {}}
+        {
+            "again": True,
+            "reason": "",
+            "restarts": 1,
+            "store_port": 1,
+            "roster": [[0, 2]],
+            "exit_code": 1,
+            "out": {},
+            "lease": "",
+        }
     )
     kill(first)
     wait_until(lambda: all(group.has_lost_coordinator for group in others))
@@ -185,6 +196,42 @@ def test_a_coordinator_that_still_writes_the_run_is_not_replaced(
     assert not second.is_coordinator, "it must not write the end of the run"
     assert restarted(run) == []
     assert spare.node_rank == SPARE
+
+
+def test_a_launcher_that_is_cut_off_takes_nothing_over_before_the_next_rank_0_begins(
+    stack: ExitStack, run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The coordinator has decided, and the ranks of the next start are slow."""
+    monkeypatch.setattr(succession, "FOLLOW_WITHIN_S", 0.3)
+    hosts = Hosts(stack, run, 3, spares=0, allowed=(2, 3))
+    first, cut_off, third = hosts.all()
+    lose(cut_off, first, third)
+    wait_until(lambda: cut_off.has_lost_coordinator)
+    decisions = hosts.agree(hosts.history(), first, third)
+    assert [decision.again for decision in decisions] == [True, True]
+    assert first.lease is not None
+    assert first.lease_offered_by == third.lease_offered_by == first.lease.me.owner
+    written = node_record_path(run).read_text()
+
+    assert hosts.agree(hosts.history(), cut_off) == [RestartDecision(False, "")]
+    assert f"the run cannot be taken over: run.name: {run.path} is in use by " in capsys.readouterr().err
+    assert len(restarted(run)) == 1
+    assert node_record_path(run).read_text() == written
+    assert [fault.node for fault in read_node_faults(run)] == ["host1"]
+
+
+def test_a_coordinator_whose_run_was_taken_over_writes_nothing(stack: ExitStack, run: RunDir) -> None:
+    hosts = Hosts(stack, run, 2, spares=0, allowed=(1, 2))
+    first, second = hosts.all()
+    lose(second, first)
+    lease = directory_lease.acquire(
+        run.lease, replace(this_process(lease_s=0.6), machine="another machine"), on_lost=lambda _: None
+    )
+    (decision,) = hosts.agree(hosts.history(), first)
+    lease.release()
+    assert not decision.again
+    assert f"{run.path} is in use by pid {os.getpid()} " in decision.reason
+    assert (restarted(run), read_node_faults(run)) == ([], [])
 
 
 def test_without_spares_and_min_nodes_nobody_takes_over(stack: ExitStack, run: RunDir) -> None:
