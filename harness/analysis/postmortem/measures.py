@@ -122,10 +122,22 @@ def entropy_shift(measures: Measures) -> tuple[float, float, float] | None:
 
 
 def weight_growth(evidence: Evidence) -> tuple[str, float] | None:
-    """The layer group whose weight norm grew most after `SETTLED_STEPS`, and the factor. Ignores non-finite norms."""
-    probes = [record.group_param_norms for record in _probes(evidence) if record.step >= SETTLED_STEPS]
-    names = probes[0] if len(probes) > 1 else {}
-    factors = [(name, max(norms) / min(norms)) for name in names if len(norms := _finite_norms(name, probes)) > 1]
+    """The layer group whose weight norm grew most after `SETTLED_STEPS`, and the factor; below 1: all of them shrank.
+
+    A norm is compared with earlier ones since the last restore. Non-finite norms are ignored.
+    """
+    factors: list[tuple[str, float]] = []
+    least: dict[str, float] = {}
+    last_step = 0
+    for record in _probes(evidence):
+        if record.step < last_step:
+            least.clear()
+        last_step = record.step
+        norms = record.group_param_norms if record.step >= SETTLED_STEPS else {}
+        for name, norm in norms.items():
+            if 0 < norm < math.inf:
+                factors += [(name, norm / least[name])] if name in least else []
+                least[name] = min(norm, least.get(name, norm))
     return max(factors, key=lambda pair: pair[1], default=None)
 
 
@@ -183,10 +195,6 @@ def layer_growth(measures: Measures) -> tuple[float, float, bool] | None:
 
 def _probes(evidence: Evidence) -> list[StepRecord]:
     return [r for r in evidence.records if r.group_param_norms and r.iteration <= evidence.incident.last + 1]
-
-
-def _finite_norms(name: str, probes: Sequence[dict[str, float]]) -> list[float]:
-    return [norm for probe in probes if 0 < (norm := probe.get(name, 0.0)) < math.inf]
 
 
 def held_out_check(evidence: Evidence) -> tuple[float, float] | None:

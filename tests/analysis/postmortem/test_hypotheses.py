@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.analysis.postmortem.measures import measure
+from harness.analysis.postmortem.measures import measure, weight_growth
 from harness.analysis.postmortem.rules.causes import KNOWN, Cause, CauseStatus, RuleResult
 from harness.analysis.postmortem.rules.hypotheses import RULES, rank_causes, root_cause
 from harness.analysis.postmortem.rules.remedies import REMEDIES, remedy_of, restore_commands
@@ -121,6 +121,28 @@ def test_fp8_remedy_depends_on_the_layers(tmp_path: Path) -> None:
     assert advised(["blocks.0", "blocks.7"]) == ["precision.fp8.recipe=block"]
     assert advised([]) == ["precision.fp8.recipe=block"]
     assert advised(["blocks.3"], recipe="block") == ["precision=bf16"]
+
+
+@pytest.mark.parametrize(
+    ("shrinks", "restored_at", "factor"),
+    [(False, None, 1.5**10), (True, None, 1 / 1.5), (False, 170, 1.5**6), (True, 170, 1 / 1.5)],
+)
+def test_weights_that_shrink_did_not_grow(
+    tmp_path: Path, shrinks: bool, restored_at: int | None, factor: float
+) -> None:
+    """The norm grows or shrinks by 1.5 every 10 steps; a restore at iteration 170 undoes 60 steps."""
+    evidence = evidence_of(write(tmp_path / "run", stories.growing()))
+    evidence.incident.last = stories.NUM_ROWS
+    for row in evidence.records:
+        undone = 60 if restored_at is not None and row.iteration >= restored_at else 0
+        row.step -= undone
+        if row.group_param_norms:
+            row.group_param_norms = {"blocks.0": 9.0 * 1.5 ** ((1 - 2 * shrinks) * ((row.step - 110) // 10))}
+    growth = weight_growth(evidence)
+    assert growth is not None
+    assert growth == ("blocks.0", pytest.approx(factor))
+    results = {result.cause: result for result in rank_causes(evidence, measure(evidence))}
+    assert (results[Cause.structural].score >= KNOWN) is not shrinks
 
 
 def test_one_non_finite_rank_is_not_an_fp8_problem(tmp_path: Path) -> None:

@@ -231,5 +231,5 @@ def structural(evidence: Evidence, _measures: Measures) -> RuleResult:
         return rate_cause(cause, 0.5, Reason(text, Panel.loss))
     if growth is None:
         return leave_unexamined(cause, "weight norms were not probed around the onset", Panel.weights)
-    size = f"weight norm of {growth[0]} grew at most {growth[1]:.2f}-fold"
+    size = f"weight norm of {growth[0]} grew at most {growth[1]:.2f}-fold" if growth[1] >= 1 else "no weight norm grew"
     return rate_cause(cause, 0.1, None, Reason(f"{size}, and recovery did not fail repeatedly", Panel.weights))
