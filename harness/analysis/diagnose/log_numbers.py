@@ -136,28 +136,42 @@ class Recovery:
     """How the loss went on after a spike."""
 
     answer: bool | None
-    """None: the log ends before it is known."""
+    """None: the log does not show it."""
     number: str
+    ending: str
+    """The end of a sentence: about the spike, or about the loss if that did not recover."""
+    is_restored: bool = False
+    """A restore of an older state ended the rows after the spike."""
 
 
 def recovery_of_spike(spike: Spike, records: Sequence[StepRecord]) -> Recovery:
     """Whether the loss is back at mean + 0.5 sigma within fifty steps, on the same state.
 
     Back means that a row and the median of the `RECOVERED_ROWS` rows from it on are at the level: one low row is noise.
-    Rows after a restore belong to another state and say nothing about the spike.
+    Rows after a restore belong to another state and say nothing about the spike. Neither does a loss that stays high
+    after a rejected update, which changed no state.
     """
     after, restored_at = rows_until_restore(spike, records)
     level = f"mean + 0.5 sigma is {spike.recovered_level:.4g}"
     for first in range(len(after) - RECOVERED_ROWS + 1):
         rows = [row.loss for row in after[first : first + RECOVERED_ROWS]]
         if max(rows[0], median(rows)) <= spike.recovered_level:
-            return Recovery(answer=True, number=f"{level}; back at step {after[first].step}")
+            return Recovery(answer=True, number=f"{level}; back at step {after[first].step}", ending="that recovered")
+    if spike.at.refused:
+        number = f"{level}; not back in {len(after)} rows, but its update was rejected and changed no state"
+        return Recovery(answer=None, number=number, ending="whose update was rejected")
     if len(after) == RECOVERED_WITHIN:
-        return Recovery(answer=False, number=f"{level}; not in the {len(after)} rows after it")
-    if restored_at is not None:
-        undone = f"an older state was restored at step {restored_at}, {len(after)} rows after it"
-        return Recovery(answer=False, number=f"{level}; not back when {undone}")
-    return Recovery(answer=None, number=f"{level}; only {len(after)} of {RECOVERED_WITHIN} rows are there")
+        number, ending = f"{level}; not in the {len(after)} rows after it", f"within {RECOVERED_WITHIN} steps"
+        return Recovery(answer=False, number=number, ending=ending)
+    if restored_at is None:
+        number = f"{level}; only {len(after)} of {RECOVERED_WITHIN} rows are there"
+        return Recovery(answer=None, number=number, ending=f"less than {RECOVERED_WITHIN} steps ago")
+    restore = f"an older state was restored at step {restored_at}, {len(after)} rows after it"
+    if len(after) < RECOVERED_ROWS:
+        number, ending = f"{level}; {restore}", f"that a restore undid {len(after)} rows later"
+        return Recovery(answer=None, number=number, ending=ending)
+    number, ending = f"{level}; not back when {restore}", "before an older state was restored"
+    return Recovery(answer=False, number=number, ending=ending, is_restored=True)
 
 
 def rows_until_restore(spike: Spike, records: Sequence[StepRecord]) -> tuple[list[StepRecord], int | None]:

@@ -33,7 +33,7 @@ def ask_non_finite(answers: Answers, run: LoggedRun) -> Diagnosis | None:
     broken = [record for record in run.records if not math.isfinite(record.loss + record.grad_norm)]
     refused = sum(record.refused for record in broken)
     places = f"loss in {len(in_loss)} of {len(run.records)} rows, gradient norm in {len(in_gradient)}"
-    number = f"{places}; updates rejected: {refused}"
+    number = f"{places}; of these rows, rejected: {refused}"
     is_scaling = run.scales_loss and not in_loss
     _ask_first(answers, in_loss, in_gradient, number, is_scaling=is_scaling)
     if not broken or is_scaling:

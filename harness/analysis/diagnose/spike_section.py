@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from statistics import mean
+from typing import final
 
 from harness.analysis.diagnose.diagnosis import NOT_LOGGED, Answers, Diagnosis, Finds
 from harness.analysis.diagnose.log_numbers import (
@@ -47,9 +49,17 @@ def ask_spikes(answers: Answers, run: LoggedRun, findings: Sequence[Finding]) ->
         number = f"noise alone gives about {0.00135 * len(run.records):.1f} such rows in {len(run.records)}"
         answers.ask("Q2.3", "What caused the spike?", "noise: no detector confirms it and nothing was rejected", number)
         return None
+    cause = cause_of_spike(spike, run, findings)
+    answers.ask("Q2.3", "What caused the spike, and what is the fix?", f"{cause.name}; fix: {cause.fix}", cause.number)
     if recovery.answer is False:
-        return _ask_lasting(answers, run, spike, recovery)
-    return _ask_recovered(answers, run, spike, recovery, findings)
+        return _ask_lasting(answers, run, spike, recovery, cause)
+    return Diagnosis(
+        nodes=answers.nodes,
+        finds=Finds.spike,
+        conclusion=f"a spike at step {spike.at.step} {recovery.ending}: {cause.name}",
+        overrides=cause.overrides,
+        replay=_replay_of(cause, spike, run),
+    )
 
 
 def choose_spike(run: LoggedRun, spikes: Sequence[Spike]) -> Spike | None:
@@ -78,62 +88,69 @@ def _ask_whether(
     answers.ask("Q2.1", question, chosen is not None if has_window or chosen is not None else NOT_LOGGED, number)
 
 
-def _ask_lasting(answers: Answers, run: LoggedRun, spike: Spike, recovery: Recovery) -> Diagnosis:
+def _ask_lasting(answers: Answers, run: LoggedRun, spike: Spike, recovery: Recovery, cause: SpikeCause) -> Diagnosis:
     """Q2.4: the loss stays elevated, or an older state was restored before it recovered."""
     checkpoint = run.checkpoint_before(spike.at.step)
-    is_restored = "restored" in recovery.number
-    restore = "an older state was restored already" if is_restored else run.describe_restore(checkpoint)
-    fix = f"{restore}; lower the clipping threshold and stratify rare tokens: {' '.join(PREVENTION)}"
-    cause = f"the optimizer's moments are corrupted by the spike at step {spike.at.step}"
-    answers.ask("Q2.4", "The loss stays elevated: what is the cause and the fix?", fix, cause)
-    end = "before an older state was restored" if is_restored else f"within {RECOVERED_WITHIN} steps"
+    restore = "an older state was restored already" if recovery.is_restored else run.describe_restore(checkpoint)
+    overrides = PREVENTION if cause.overrides or not cause.is_known else []
+    prevention = f"lower the clipping threshold and stratify rare tokens: {' '.join(PREVENTION)}"
+    fix = f"{restore}; {prevention if overrides else cause.fix}"
+    damage = f"the optimizer's moments are corrupted by the spike at step {spike.at.step}"
+    answers.ask("Q2.4", "The loss stays elevated: what is the cause and the fix?", fix, damage)
+    conclusion = f"the loss did not recover from the spike at step {spike.at.step} {recovery.ending}"
     return Diagnosis(
         nodes=answers.nodes,
         finds=Finds.lasting_spike,
-        conclusion=f"the loss did not recover from the spike at step {spike.at.step} {end}",
-        overrides=PREVENTION,
-        restore_step=None if checkpoint is None or is_restored else checkpoint.step,
-    )
-
-
-def _ask_recovered(
-    answers: Answers, run: LoggedRun, spike: Spike, recovery: Recovery, findings: Sequence[Finding]
-) -> Diagnosis:
-    """Q2.3: the cause of a spike that recovered, or that is too young to tell."""
-    cause, number, fix, overrides = cause_of_spike(spike, run, findings)
-    answers.ask("Q2.3", "What caused the spike, and what is the fix?", f"{cause}; fix: {fix}", number)
-    end = "that recovered" if recovery.answer else f"less than {RECOVERED_WITHIN} steps ago"
-    return Diagnosis(
-        nodes=answers.nodes,
-        finds=Finds.spike,
-        conclusion=f"a spike at step {spike.at.step} {end}: {cause}",
+        conclusion=f"{conclusion}: {cause.name}" if cause.is_known else conclusion,
         overrides=overrides,
-        replay=[] if overrides else [*run.replay_arguments(spike.at.iteration), "--batch"],
+        restore_step=None if checkpoint is None or recovery.is_restored else checkpoint.step,
+        replay=_replay_of(cause, spike, run),
     )
 
 
-def cause_of_spike(spike: Spike, run: LoggedRun, findings: Sequence[Finding]) -> tuple[str, str, str, list[str]]:
-    """Cause from gradient norm, learning rate and batch, in that order; the numbers; the fix, and as overrides."""
+def _replay_of(cause: SpikeCause, spike: Spike, run: LoggedRun) -> list[str]:
+    """Arguments of the replay that answers what caused the spike; empty: the log shows it."""
+    return [] if cause.is_known else [*run.replay_arguments(spike.at.iteration), "--batch"]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpikeCause:
+    name: str
+    number: str
+    """What shows it."""
+    fix: str
+    overrides: list[str] = field(default_factory=list)
+    """The fix as overrides of `harness train`; empty: no config key makes it."""
+    is_known: bool = True
+
+
+def cause_of_spike(spike: Spike, run: LoggedRun, findings: Sequence[Finding]) -> SpikeCause:
+    """The cause from gradient norm, learning rate and batch, in that order."""
     before = [
         record.grad_norm
         for record in run.records[: spike.position]
         if math.isfinite(record.grad_norm) and not record.refused
     ][-WINDOW_ROWS:]
     usual = mean(before) if before and run.has_gradients else 0.0
-    long_tail = ("a long-tail token in the batch", f"stratify rare tokens: {STRATIFY}", [STRATIFY])
     number = f"gradient norm {spike.at.grad_norm:.4g} (mean {usual:.4g})" if usual else f"gradient norm {NOT_LOGGED}"
     if usual and not spike.at.grad_norm <= LONG_TAIL_FACTOR * usual:
-        return long_tail[0], f"{number}: more than 30 times", *long_tail[1:]
+        return _long_tail(f"{number}: more than 30 times")
     near = [finding for finding in findings if abs(finding.iteration - spike.at.iteration) <= RECOVERED_WITHIN]
-    for kind, cause, fix in (
+    for kind, name, fix in (
         (FindingKind.lr_jump, "a bug in the learning-rate schedule", "repair the code that set the rate"),
         (FindingKind.duplicate_batch, "a bug in the data loader", "repair the loader so that no batch is repeated"),
     ):
         message = next((finding.message for finding in near if finding.kind is kind), None)
         if message is not None:
-            return cause, f"{number}; {message}", fix, []
+            return SpikeCause(name=name, number=f"{number}; {message}", fix=fix)
     if (rare_tokens := describe_rare_tokens(spike, run.records)) is not None:
-        return long_tail[0], f"{number}; {rare_tokens}", *long_tail[1:]
+        return _long_tail(f"{number}; {rare_tokens}")
     rate = "no jump of the learning rate" if math.isfinite(spike.at.lr) else f"learning rate {NOT_LOGGED}"
     batch = "no duplicate batch" if spike.at.fingerprint else f"batch {NOT_LOGGED}"
-    return "not known", f"{number}; {rate}; {batch}", "replay the step", []
+    return SpikeCause(name="not known", number=f"{number}; {rate}; {batch}", fix="replay the step", is_known=False)
+
+
+def _long_tail(number: str) -> SpikeCause:
+    fix = f"stratify rare tokens: {STRATIFY}"
+    return SpikeCause(name="a long-tail token in the batch", number=number, fix=fix, overrides=[STRATIFY])

@@ -83,6 +83,12 @@ def test_q12_by_number_format(kind: str, text: str) -> None:
     assert found.finds is (Finds.overflow if kind == "fp16" else Finds.not_finite), "fp16 goes to section 3"
 
 
+def test_q11_counts_the_rejected_rows_among_those_that_are_not_finite() -> None:
+    changes = {200: {"loss": math.nan, "refused": True}, 201: {"loss": math.nan}, 300: {"loss": 6.0, "refused": True}}
+    number = node(diagnose(flat_log(changes=changes)), "Q1.1").number
+    assert number.startswith("loss in 2 of 400 rows, gradient norm in 0; of these rows, rejected: 1")
+
+
 def test_q12_not_in_the_log_goes_on() -> None:
     run = LoggedRun(records=flat_log(changes={200: {"loss": math.nan}}))
     found = walk(run, detect=DETECT)
@@ -206,6 +212,41 @@ def test_q22_rows_after_a_restore_do_not_count() -> None:
     assert found.restore_step is None
 
 
+@pytest.mark.parametrize(("num_rows", "finds"), [(4, Finds.spike), (5, Finds.lasting_spike)])
+def test_q22_a_restore_soon_after_the_spike_says_nothing(num_rows: int, finds: Finds) -> None:
+    rows = spiked(lambda _at: {"loss": 5.0}, num=201 + num_rows)
+    again = [replace(row, iteration=row.iteration + 100) for row in flat_log(300)[180:]]
+    found = diagnose([*rows, *again])
+    assert found.finds is finds
+    assert f"restored at step 180, {num_rows} rows after it" in node(found, "Q2.2").number
+    is_known = finds is Finds.lasting_spike
+    assert node(found, "Q2.2").answer == ("no" if is_known else NOT_LOGGED)
+    assert ("a spike at step 200 that a restore undid 4 rows later" in found.conclusion) != is_known
+
+
+def test_q22_a_rejected_spike_damages_no_moments() -> None:
+    """The learning rate jumps, the next two updates are rejected, and an older state is restored."""
+    rejected = {"loss": 6.0, "grad_norm": 20.0, "refused": True, "step": 200}
+    rows = flat_log(203, changes={200: {"lr": 0.1}, 201: rejected, 202: rejected})
+    again = [replace(row, iteration=row.iteration + 5) for row in flat_log(300)[198:]]
+    found = diagnose([*rows, *again])
+    assert found.finds is Finds.spike
+    assert "not back in 0 rows, but its update was rejected" in node(found, "Q2.2").number
+    assert node(found, "Q2.3").answer.startswith("a bug in the learning-rate schedule; fix: repair the code")
+    wanted = "a spike at step 200 whose update was rejected: a bug in the learning-rate schedule"
+    assert (found.conclusion, found.overrides, found.replay) == (wanted, [], [])
+
+
+def test_q24_a_known_cause_is_repaired_instead() -> None:
+    rows = spiked(lambda _at: {"loss": 5.0})
+    rows[200].lr = 0.1
+    found = diagnose(rows, checkpoints=[checkpoint(150)])
+    assert [asked.question for asked in found.nodes] == ["Q1.1", "Q2.1", "Q2.2", "Q2.3", "Q2.4"]
+    assert node(found, "Q2.4").answer == ("restore step-00000150-gen-0 (step 150); repair the code that set the rate")
+    assert found.conclusion.endswith("within 50 steps: a bug in the learning-rate schedule")
+    assert (found.overrides, found.replay, found.restore_step) == ([], [], 150)
+
+
 def test_q22_too_young_to_tell() -> None:
     found = diagnose(spiked(lambda _at: {"loss": 5.0}, num=230))
     assert node(found, "Q2.2").answer == NOT_LOGGED
@@ -236,14 +277,17 @@ def test_q24_names_checkpoint_fix_and_commands() -> None:
     assert "restore step-00000150-gen-0 (step 150)" in node(found, "Q2.4").answer
     reason = "--reason 'the loss did not recover from the spike at step 200 within 50 steps' --wait"
     assert fix_commands(found, run="runs/a", is_running=True, overrides=["model=tiny", "optim.clip_norm=1"]) == [
+        "harness replay runs/a --iteration 200 --batch",
         f"harness ctl runs/a rollback --to 150 {reason}",
         f"harness ctl runs/a stop {reason}",
         "harness train model=tiny optim.clip_norm=0.5 data.stratify.rare_below=10 run.dir=runs run.name=a"
         " run.resume=changed",
     ]
     ended = fix_commands(found, run="runs/a", is_running=False, overrides=["model=tiny"])
-    assert [command.split()[1] for command in ended] == ["train", "ctl"], "only a running run can be rolled back"
-    (train, _) = fix_commands(found, run="runs/optim.lr=10,optim.beta2=0.99", is_running=False, overrides=[])
+    assert [command.split()[1] for command in ended] == ["replay", "train", "ctl"], (
+        "only a running run can be rolled back"
+    )
+    (_, train, _) = fix_commands(found, run="runs/optim.lr=10,optim.beta2=0.99", is_running=False, overrides=[])
     assert """ run.dir=runs 'run.name="optim.lr=10,optim.beta2=0.99"' """ in train
     nothing = diagnose(spiked(lambda _at: {"loss": 5.0}))
     assert "the cost is a full re-train" in node(nothing, "Q2.4").answer
