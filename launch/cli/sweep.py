@@ -55,20 +55,21 @@ def report_command(arguments: Sequence[str]) -> int:
     directory = Path(args.directory)
     sweep = sweep_record.read(directory)
     ranking = rank([read_job_result(directory, job) for job in sweep.jobs])
+    best = "".join(sweep_record.train_command(directory, sweep, score.result.job) for score in ranking.ranked[:1])
     page = Path(args.output) if args.output else directory / "report.md"
     require(page.suffix != ".html", "--output", "names the Markdown report; its page is written beside it as .html")
     try:
         pictures = draw_all(sweep, ranking, page.parent, page.stem)
-        markdown = render_markdown(sweep, ranking, pictures)
+        markdown = render_markdown(sweep, ranking, pictures, best=best)
         write_atomically(page, markdown)
         html = page.with_suffix(".html")
         write_atomically(html, render_html(markdown, page.parent, title=f"Sweep {sweep.name}"))
     except OSError as error:
         raise ConfigError(str(page), f"cannot be written: {error.strerror}") from None
-    print(render_text(sweep, ranking))
+    print(render_text(sweep, ranking, best=best))
     print(f"report  {page}\npage    {html}")
     if args.json:
-        print(json.dumps(as_json(sweep, ranking), allow_nan=False))
+        print(json.dumps(as_json(sweep, ranking, best=best), allow_nan=False))
     return EXIT_DONE
 
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import yaml
 
+from harness.analysis.postmortem.overrides import overrides_in
+from harness.config.command_line import shell_command
 from harness.config.compose import flat
 from harness.config.errors import ConfigError, require
 from harness.core.rundir import RunDir, write_atomically
@@ -47,7 +49,7 @@ class Sweep:
     created: float
     """Seconds since 1970."""
     words: list[str]
-    """Arguments of the last sweep command, without `harness train`."""
+    """Arguments of the last sweep command, without `harness train`; empty: there is no record of it."""
     fixed: list[str]
     """Overrides of the last sweep command that are not swept."""
     jobs: list[Job]
@@ -163,6 +165,15 @@ def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Keys in which configurations differ, except those of `NOT_SWEPT`."""
     keys = dict.fromkeys(key for config in configs for key in config if not key.startswith(NOT_SWEPT))
     return [key for key in keys if len({override_value(config.get(key)) for config in configs}) > 1]
+
+
+def train_command(directory: Path, sweep: Sweep, job: Job) -> str:
+    """The command that trains a job again; empty: no overrides give its configuration.
+
+    Without a record of the sweep they are those that reproduce the configuration of the run.
+    """
+    overrides = [*job.fixed, *job.override_list] if sweep.words else overrides_in(RunDir(directory / job.name))
+    return shell_command("harness", "train", *overrides) if overrides else ""
 
 
 def override_value(value: Any) -> str:

@@ -123,12 +123,6 @@ def label(score: JobScore) -> str:
     return " ".join(score.result.job.override_list) or score.result.job.name
 
 
-def train_command(score: JobScore) -> str:
-    """The command that trains with the overrides of a job."""
-    job = score.result.job
-    return shell_command("harness", "train", *job.fixed, *job.override_list)
-
-
 def problem_lines(ranking: Ranking) -> list[str]:
     """Jobs with an invalid config, each with its error message."""
     return [f"{label(score)}: {score.result.job.problem}" for score in ranking.scores if score.result.job.problem]
@@ -140,16 +134,16 @@ least {FEWEST_ROWS}); incidents: incidents of the sentinel per 10,000 steps; rej
 skip/rew/roll: skipped batches, rewinds, rollbacks."""
 
 
-def render_text(sweep: Sweep, ranking: Ranking) -> str:
-    """The whole report for a terminal."""
+def render_text(sweep: Sweep, ranking: Ranking, *, best: str) -> str:
+    """The whole report for a terminal; `best` is the command that trains the best job."""
     parts = [f"{sweep.name}: {len(sweep.jobs)} jobs by {ranking.basis} loss", results_table(sweep, ranking), NOTES]
     parts += problem_lines(ranking)
     parts.append(verdict(ranking))
-    parts += [train_command(score) for score in ranking.ranked[:1]]
+    parts += [best] if best else []
     return "\n\n".join(parts) + "\n"
 
 
-def render_markdown(sweep: Sweep, ranking: Ranking, pictures: Sequence[tuple[str, str]]) -> str:
+def render_markdown(sweep: Sweep, ranking: Ranking, pictures: Sequence[tuple[str, str]], *, best: str) -> str:
     """The whole report as Markdown; `pictures` are pairs of title and file name."""
     lines = table_rows(sweep, ranking)
     ruler = ["---" if place < len(sweep.keys) else "---:" for place in range(len(lines[0]))]
@@ -157,7 +151,7 @@ def render_markdown(sweep: Sweep, ranking: Ranking, pictures: Sequence[tuple[str
         f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in [lines[0], ruler, *lines[1:]]
     ]
     parts = [f"# Sweep {sweep.name}", verdict(ranking)]
-    parts += [f"    {train_command(score)}" for score in ranking.ranked[:1]]
+    parts += [f"    {best}"] if best else []
     parts += ["\n".join(grid), f"{NOTES[0].upper()}{NOTES[1:]}"]
     if problems := problem_lines(ranking):
         parts.append("\n".join(["Not started, invalid config:", "", *(f"- {line}" for line in problems)]))
@@ -167,7 +161,7 @@ def render_markdown(sweep: Sweep, ranking: Ranking, pictures: Sequence[tuple[str
     return "\n\n".join(parts) + "\n"
 
 
-def as_json(sweep: Sweep, ranking: Ranking) -> dict[str, Any]:
+def as_json(sweep: Sweep, ranking: Ranking, *, best: str) -> dict[str, Any]:
     """The report as JSON-ready data; non-finite numbers are null."""
     equals = {score.result.job.name for score in ranking.equals}
     return {
@@ -175,7 +169,7 @@ def as_json(sweep: Sweep, ranking: Ranking) -> dict[str, Any]:
         "keys": sweep.keys,
         "basis": str(ranking.basis),
         "verdict": verdict(ranking),
-        "best": next((train_command(score) for score in ranking.ranked), None),
+        "best": best or None,
         "jobs": [job_as_json(score) | {"best_or_equal": score.result.job.name in equals} for score in ranking.scores],
     }
 

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import yaml
 
+from harness.analysis.postmortem.overrides import computed_settings
 from harness.analysis.sweeps import sweep_record
 from harness.analysis.sweeps.job_result import read_job_result
 from harness.analysis.sweeps.ranking import make_grid, rank
 from harness.analysis.sweeps.sweep_picture import cell_text, curves, draw_all, heat_map
 from harness.analysis.sweeps.sweep_record import Job, Sweep
-from harness.analysis.sweeps.sweep_text import as_json, render_markdown, results_table, short_names, verdict
+from harness.analysis.sweeps.sweep_text import render_markdown, results_table, short_names, verdict
+from harness.config.compose import to_yaml
 from harness.config.errors import ConfigError
 from harness.core.events import ActionKind
 from launch.cli import sweep as command
 from tests.analysis.sweeps.job_logs import acted, ended, evaluated, finished, job, started, step, write_log
+from tests.composed import load
 
 BAD = Job(
     name="bad", overrides={"optim.lr": "-1", "optim.beta2": "0.9"}, problem="optim.lr: must be positive, got -1.0"
@@ -36,12 +40,14 @@ lr     beta2    loss    best  spikes  incidents  rejected  skip/rew/roll  tokens
 
 VERDICT = "Only one job is finished: optim.lr=0.001 optim.beta2=0.9, held-out loss 1.5000."
 
+BEST = "harness train model=tiny optim.lr=0.001 optim.beta2=0.9"
+
 PAGE = f"""\
 # Sweep some
 
 {VERDICT}
 
-    harness train model=tiny optim.lr=0.001 optim.beta2=0.9
+    {BEST}
 
 | lr | beta2 | loss | best | spikes | incidents | rejected | skip/rew/roll | tokens/s | step | end |
 | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
@@ -91,16 +97,16 @@ def test_text_and_page(directory: Path) -> None:
     ranking = rank([read_job_result(directory, each) for each in sweep.jobs])
     assert results_table(sweep, ranking) == TABLE
     assert verdict(ranking) == VERDICT
-    assert render_markdown(sweep, ranking, [("loss curves", "curves.png")]) == PAGE
+    assert render_markdown(sweep, ranking, [("loss curves", "curves.png")], best=BEST) == PAGE
 
 
 def test_command(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["report", str(directory), "--json", "--output", str(directory / "page.md")]) == 0
     printed = capsys.readouterr().out
     assert TABLE in printed
-    assert "\nharness train model=tiny optim.lr=0.001 optim.beta2=0.9\n" in printed
+    assert f"\n{BEST}\n" in printed
     found = json.loads(printed.splitlines()[-1])
-    assert found["best"] == "harness train model=tiny optim.lr=0.001 optim.beta2=0.9"
+    assert found["best"] == BEST
     assert [each["final_loss"] for each in found["jobs"]] == [1.5, 2.5, None, None]
     assert [each["exit_code"] for each in found["jobs"]] == [0, 75, None, 2]
     assert found["jobs"][0]["num_skips"] == found["jobs"][0]["num_rewinds"] == 1
@@ -121,24 +127,28 @@ def test_command(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def sweep_of(jobs: list[Job], *fixed: str) -> Sweep:
     """A sweep as its command gives it."""
-    return Sweep(name="s", created=0.0, words=[], fixed=[*fixed], jobs=[replace(each, fixed=[*fixed]) for each in jobs])
+    return Sweep(
+        name="s",
+        created=0.0,
+        words=["--multirun"],
+        fixed=[*fixed],
+        jobs=[replace(each, fixed=[*fixed]) for each in jobs],
+    )
 
 
-def best_command(sweep: Sweep, best: str) -> str:
-    """The command of the report if the job of this name is the best."""
-    losses = {each.name: [2.0] * 5 for each in sweep.jobs} | {best: [1.0] * 5}
-    found: str = as_json(sweep, rank([finished(each, losses[each.name]) for each in sweep.jobs]))["best"]
-    return found
+def command_of(sweep: Sweep, name: str) -> str:
+    """The command that trains the job of this name again."""
+    return sweep_record.train_command(Path(), sweep, next(each for each in sweep.jobs if each.name == name))
 
 
 def test_a_job_keeps_the_fixed_overrides_of_its_own_sweep_command() -> None:
     first = sweep_of([job(beta2="0.95"), job(beta2="0.99")], "model=tiny", "optim.lr=1e-3", "launch.nproc=1")
     second = sweep_of([job(beta2="0.9"), job(beta2="0.8")], "model=tiny", "optim.lr=1e-7", "telemetry=plain")
     both = sweep_record.extend_sweep(sweep_record.extend_sweep(None, first), second)
-    assert best_command(both, "optim.beta2=0.99") == (
+    assert command_of(both, "optim.beta2=0.99") == (
         "harness train model=tiny launch.nproc=1 optim.beta2=0.99 optim.lr=1e-3"
     )
-    assert best_command(both, "optim.beta2=0.8") == (
+    assert command_of(both, "optim.beta2=0.8") == (
         "harness train model=tiny telemetry=plain optim.beta2=0.8 optim.lr=1e-7"
     )
     assert both.keys == ["optim.beta2", "optim.lr"], "what the jobs differ in is a column"
@@ -151,8 +161,8 @@ def test_a_key_that_one_command_sweeps_and_another_fixes_is_swept() -> None:
     first = sweep_of([job(beta2="0.95"), job(beta2="0.99")], "model=tiny")
     second = sweep_of([job(clip_norm="0.5"), job(clip_norm="1.0")], "model=tiny", "optim.beta2=0.9")
     both = sweep_record.extend_sweep(first, second)
-    assert best_command(both, "optim.beta2=0.99") == "harness train model=tiny optim.beta2=0.99"
-    assert best_command(both, "optim.clip_norm=0.5") == "harness train model=tiny optim.clip_norm=0.5 optim.beta2=0.9"
+    assert command_of(both, "optim.beta2=0.99") == "harness train model=tiny optim.beta2=0.99"
+    assert command_of(both, "optim.clip_norm=0.5") == "harness train model=tiny optim.clip_norm=0.5 optim.beta2=0.9"
     assert both.values("optim.beta2") == ["0.9", "0.95", "0.99"]
 
 
@@ -274,6 +284,22 @@ def test_directory_of_runs_is_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixt
     ]
     assert command.main(["report", str(tmp_path)]) == 0
     assert "no job is finished with a finite loss" in capsys.readouterr().out
+
+
+def test_the_best_command_of_a_directory_of_runs_trains_the_same_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The settings that all runs share are part of it."""
+    for lr, loss in (("0.001", 2.0), ("0.002", 1.0)):
+        cfg = load(["model.dim=32", "train.num_steps=40", f"optim.lr={lr}"])
+        write_log(tmp_path / f"lr={lr}", [started(1), step(0, 3.0), evaluated(0, loss), ended(1)])
+        (tmp_path / f"lr={lr}" / "config.yaml").write_text(to_yaml(cfg))
+    sweep = sweep_record.read(tmp_path)
+    assert command.main(["report", str(tmp_path), "--json"]) == 0
+    best = json.loads(capsys.readouterr().out.splitlines()[-1])["best"]
+    assert computed_settings(load(shlex.split(best)[2:])) == computed_settings(cfg)
+    (tmp_path / "lr=0.002" / "config.yaml").write_text("{}")
+    assert sweep_record.train_command(tmp_path, sweep, sweep.jobs[-1]) == "", "its configuration is not known"
 
 
 @pytest.mark.parametrize(
