@@ -92,7 +92,9 @@ def commands_of(diagnosis: Diagnosis, run: LoggedRun, path: Path) -> list[str]:
     """The fix as commands for a run directory; the overrides of the run are searched for only if they are needed."""
     restarts = bool(diagnosis.overrides) or diagnosis.restore_step is not None
     overrides = overrides_in(RunDir(path)) if restarts else []
-    return fix_commands(diagnosis, run=str(path), is_running=run.is_running, overrides=overrides)
+    return fix_commands(
+        diagnosis, run=str(path), is_running=run.is_running, is_finished=run.is_finished, overrides=overrides
+    )
 
 
 def _copy_record(record: StepRecord) -> StepRecord:

@@ -51,9 +51,18 @@ class LoggedRun:
         return any(record.grad_norm != 0 for record in self.records)
 
     @property
+    def _last_start_or_end(self) -> RunStarted | RunEnded | None:
+        return next((event for event in reversed(self.events) if isinstance(event, RunEnded | RunStarted)), None)
+
+    @property
     def is_running(self) -> bool:
-        last = next((event for event in reversed(self.events) if isinstance(event, RunEnded | RunStarted)), None)
-        return isinstance(last, RunStarted)
+        return isinstance(self._last_start_or_end, RunStarted)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all its steps are done, so that it cannot be continued."""
+        last, num_steps = self._last_start_or_end, self.setting("train.num_steps")
+        return isinstance(last, RunEnded) and num_steps is not None and last.step >= num_steps
 
     @property
     def evaluations(self) -> list[EvalRecord | HeldOutMeasured]:

@@ -15,7 +15,7 @@ from harness.analysis.diagnose.diagnosis import NOT_LOGGED, Diagnosis, Finds, No
 from harness.analysis.diagnose.fix_commands import fix_commands
 from harness.analysis.diagnose.logged_run import LoggedRun
 from harness.checkpoint.catalog import Checkpoint, Health
-from harness.core.events import EvalRecord, Event, HeldOutMeasured, StepRecord
+from harness.core.events import EvalRecord, Event, HeldOutMeasured, RunEnded, StepRecord
 from tests.sentinel.series import config, record
 
 MEAN, SIGMA = 3.0, 0.1
@@ -293,6 +293,20 @@ def test_q24_names_checkpoint_fix_and_commands() -> None:
     assert "the cost is a full re-train" in node(nothing, "Q2.4").answer
     not_known = diagnose(spiked(lambda _at: {"loss": 5.0}), checkpoints=None)
     assert node(not_known, "Q2.4").answer.startswith("restore a checkpoint from before it, if there is one; ")
+
+
+def test_q24_of_a_finished_run_is_a_new_run() -> None:
+    rows = spiked(lambda _at: {"loss": 5.0})
+    ended = RunEnded(time=0.0, iteration=400, step=400, exit_code=0, reason="all steps done")
+    run = LoggedRun(records=rows, events=[ended], settings={"train.num_steps": 400}, checkpoints=[checkpoint(150)])
+    assert run.is_finished
+    assert not replace(run, settings={"train.num_steps": 401}).is_finished
+    assert not replace(run, settings={}).is_finished
+    commands = fix_commands(walk(run, detect=DETECT), run="runs/a", is_running=False, is_finished=True, overrides=[])
+    assert commands == [
+        "harness replay runs/a --iteration 200 --batch",
+        "harness train optim.clip_norm=0.5 data.stratify.rare_below=10 run.dir=runs run.name=a-fixed",
+    ]
 
 
 # Section 3
