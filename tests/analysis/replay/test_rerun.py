@@ -317,7 +317,7 @@ def test_steps_after_the_policy_began_to_clip_logits_are_reproduced(ranks: Pool,
     """The action stands in the log of the first start; the second one clips in every step."""
     run, bound = RunDir(tmp_path / "clipped"), "sentinel.detect.logit_bound=0.01"
     copy_common_part(ranks, tmp_path, tiny(*RUN, bound), 12, run)
-    at = {"time": 0.0, "iteration": 12, "step": 12, "kind": ActionKind.qk_clip, "incident": 1}
+    at: dict[str, Any] = {"time": 0.0, "iteration": 12, "step": 12, "kind": ActionKind.qk_clip, "incident": 1}
     with run.events.open("a") as log:
         for event in (Action(**at, onset=12, reason="logits grow"), Outcome(**at, succeeded=True)):
             log.write(f"{event_json.to_json(event)}\n")
