@@ -1,8 +1,9 @@
 """Cost of an incident in steps, seconds, tokens, and money if a price is configured.
 
 A step is counted once, under the first that holds: a restore undid it; its update was rejected; it was applied and
-kept while the loss was above its level before the incident, until it was back there. Seconds are those of these steps
-plus the recovery time. Tokens are those of their batches, whose size may change during the run.
+kept while the loss was above its level before the incident, until it was back there. A step that was in flight when a
+restore began counts too, though it follows the last iteration of the incident. Seconds are those of these steps plus
+the recovery time. Tokens are those of their batches, whose size may change during the run.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ def cost_of(
     """Total cost of one incident; `records` are all records of its window, not thinned. Tokens are 0 without a
     schedule."""
     onset = incident.onset if numbers.onset is None else numbers.onset
-    during = [record for record in records if onset <= record.iteration <= incident.last]
     restores = [outcome for outcome in outcomes if outcome.kind in RESTORES and outcome.succeeded]
     undone = [cursor for restore in restores for cursor in _undone_batches(restore, records)]
-    refused = [record.cursor for record in during if record.refused]
+    last = max([incident.last, *(restore.iteration for restore in restores)])
+    refused = [record.cursor for record in records if record.refused and onset <= record.iteration <= last]
     raised: list[int] = []
     if numbers.level is not None:
         since = max((outcome.iteration for outcome in restores), default=onset)

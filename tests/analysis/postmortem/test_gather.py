@@ -105,6 +105,16 @@ def test_each_undone_step_is_counted_once_if_a_second_restore_goes_further_back(
     assert cost.tokens == 32 * (2 * 8 + 2 * 2 + 3 * 8)
 
 
+def test_rejected_steps_in_flight_at_a_restore_cost_their_tokens(tmp_path: Path) -> None:
+    """The incident ends with the restore; the reports of later steps that were in flight follow it in the log."""
+    rejected = {at: stories.refused(loss=6.0, grad_norm=40.0) for at in (ONSET, ONSET + 1)}
+    rewind = stories.action(ActionKind.rewind, ONSET)
+    back = stories.outcome(ActionKind.rewind, ONSET + 1, steps_lost=2, target="snapshot")
+    cost = evidence_of(write(tmp_path / "run", log_of(rejected, [rewind, back, stories.ended()]))).cost
+    assert (cost.undone_steps, cost.refused_steps) == (2, 2)
+    assert cost.tokens == 4 * 256
+
+
 def test_kept_spike_costs_its_raised_steps(tmp_path: Path) -> None:
     changes = {at: (lambda row: replace(row, loss=4.0)) for at in range(ONSET, ONSET + 6)}
     cost = evidence_of(write(tmp_path / "run", log_of(changes, [stories.ended(last=ONSET + 10)]))).cost
