@@ -207,9 +207,11 @@ def held_out_check(evidence: Evidence) -> tuple[float, float] | None:
 
 
 def num_failed_recoveries(evidence: Evidence) -> int:
-    """Recovery actions of the incident that were followed by another one."""
+    """Recovery actions of the incident that were followed by another one. Skips in a row, each of another batch, count as
+    one action."""
     others = (ActionKind.watch, ActionKind.check, ActionKind.accept, ActionKind.precision, ActionKind.qk_clip)
-    return max(0, sum(action.kind not in others for action in evidence.actions) - 1)
+    kinds = [action.kind for action in evidence.actions if action.kind not in others]
+    return sum(kind is not ActionKind.skip or later is not ActionKind.skip for kind, later in pairwise(kinds))
 
 
 def find_precursor(evidence: Evidence, signal: PrecursorSignal) -> Finding | None:

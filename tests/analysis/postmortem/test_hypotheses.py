@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.analysis.postmortem.measures import measure, weight_growth
+from harness.analysis.postmortem.measures import measure, num_failed_recoveries, weight_growth
 from harness.analysis.postmortem.rules.causes import KNOWN, Cause, CauseStatus, RuleResult
 from harness.analysis.postmortem.rules.hypotheses import RULES, rank_causes, root_cause
 from harness.analysis.postmortem.rules.remedies import REMEDIES, remedy_of, restore_commands
@@ -143,6 +143,19 @@ def test_weights_that_shrink_did_not_grow(
     assert growth == ("blocks.0", pytest.approx(factor))
     results = {result.cause: result for result in rank_causes(evidence, measure(evidence))}
     assert (results[Cause.structural].score >= KNOWN) is not shrinks
+
+
+def test_skips_in_a_row_are_no_failed_recoveries(tmp_path: Path) -> None:
+    """Each skips another bad batch."""
+
+    def num_failed(*kinds: str) -> int:
+        actions: list[Event] = [stories.action(ActionKind(kind), ONSET + at) for at, kind in enumerate(kinds)]
+        return num_failed_recoveries(evidence_of(write(tmp_path / "run", log_of({}, [*actions, stories.ended()]))))
+
+    assert num_failed("skip", "skip", "check", "skip", "skip", "skip") == 0
+    assert num_failed("skip", "skip", "rewind") == 1
+    assert num_failed("rollback", "rollback", "halt") == 2
+    assert num_failed("skip", "rewind", "skip", "rollback") == 3
 
 
 def test_one_non_finite_rank_is_not_an_fp8_problem(tmp_path: Path) -> None:
