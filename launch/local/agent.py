@@ -15,8 +15,10 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from datetime import timedelta
+from threading import Thread
 from typing import Any, final
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
@@ -41,6 +43,7 @@ from launch.local.worker_pool import PooledWorker, WorkerTask
 
 POLL_S = 0.1
 STORE_TIMEOUT_S = 60.0
+"""How long a node waits for torch's store, and later for a key of it."""
 EXIT_BARRIER_S = 30.0
 """How long node 0, which hosts the store, waits for the others after its own ranks ended without an error."""
 
@@ -66,27 +69,25 @@ class StaticRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         group = self._group
-        listening: dict[str, Any] = {}
-        if group.store_socket is not None:
-            listening = {"is_master": True, "master_listen_fd": group.store_socket.detach()}
+        opening = open_store(group)
+        deadline_s = time.monotonic() + STORE_TIMEOUT_S
+        while not wait([opening], timeout=POLL_S).done:
+            if group.failure is not None:
+                raise RendezvousError(f"node {group.node_rank} ({machine_name()}) stops: {group.failure.line}")
+            if time.monotonic() > deadline_s:
+                raise self._report_no_store(f"no answer within {STORE_TIMEOUT_S:.0f} s")
         try:
-            store = TCPStore(
-                group.address,
-                group.store_port,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=STORE_TIMEOUT_S),
-                **listening,
-            )
+            store = opening.result()
         except DistError as error:
-            raise self._report_no_store(error) from None
+            raise self._report_no_store(str(error).splitlines()[0]) from None
         where = RendezvousStoreInfo(group.address, group.store_port)
         return RendezvousInfo(store, group.node_rank, group.num_nodes, where)
 
-    def _report_no_store(self, error: DistError) -> RendezvousError:
+    def _report_no_store(self, problem: str) -> RendezvousError:
         """Report at once that this node has no store: the agent then waits for its workers, which have no task."""
         group, host = self._group, machine_name()
         where = f"torch's store at {group.address}:{group.store_port}"
-        line = f"node {group.node_rank} ({host}) cannot reach {where}: {str(error).splitlines()[0]}"
+        line = f"node {group.node_rank} ({host}) cannot reach {where}: {problem}"
         group.report_failure(
             NodeFailure(node_rank=group.node_rank, host=host, exit_code=EXIT_CRASHED, line=line, cause=EndCause.error)
         )
@@ -106,6 +107,29 @@ class StaticRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return True
+
+
+def open_store(group: NodeGroup) -> Future[TCPStore]:
+    """Connect to torch's store in a thread that may be left behind, and serve the store on node 0.
+
+    torch limits the time of an attempt to connect, of which it makes two, but waits without a limit for the answer of a
+    store whose socket is open and which nobody serves yet.
+    """
+    opening: Future[TCPStore] = Future()
+    serving: dict[str, Any] = {}
+    if group.store_socket is not None:
+        serving = {"is_master": True, "master_listen_fd": group.store_socket.detach()}
+
+    def connect() -> None:
+        timeout = timedelta(seconds=STORE_TIMEOUT_S)
+        try:
+            store = TCPStore(group.address, group.store_port, wait_for_workers=False, timeout=timeout, **serving)
+            opening.set_result(store)
+        except DistError as error:
+            opening.set_exception(error)
+
+    Thread(target=connect, name="store", daemon=True).start()
+    return opening
 
 
 @final

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,14 +19,14 @@ from pathlib import Path
 import pytest
 
 from harness.config.parallel import DeviceKind
+from harness.core.events import EndCause
 from harness.core.locking import directory_lease
 from harness.core.locking.lease_holder import this_process
 from harness.core.rundir import RunDir, locate
 from launch import train
 from launch.local import agent, start, worker_pool
-from launch.local.node_group import LOOPBACK, NodeGroup, RendezvousSpec
+from launch.local.node_group import LOOPBACK, NodeFailure, NodeGroup, RendezvousSpec
 from launch.local.planned_restart import RestartPlanner
-from launch.local.ports import reserved_port
 from launch.local.restart import RestartHistory
 from launch.local.supervisor import WRITE_TIMEOUT_S
 from launch.local.thread_count import count_expected_ranks, rank_thread_environment
@@ -299,28 +300,49 @@ def test_a_hung_rank_is_named_with_stacks_and_all_ranks_are_killed(launch: Launc
     assert found["reason"].startswith("rank 1 on ")
 
 
-def test_a_node_that_does_not_reach_the_store_fails_like_a_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Node 0 is slow to open it; then all start again."""
-    monkeypatch.setattr(agent, "STORE_TIMEOUT_S", 0.3)
+def run_without_store(tmp_path: Path, failure: NodeFailure | None = None) -> tuple[int, NodeFailure]:
+    """Run the ranks of node 1 while node 0 does not serve its store, and maybe fails; returns the port of the store and
+    the failure that all nodes know."""
     cfg = workers.config(tmp_path, "alone")
-    with reserved_port() as port, ThreadPoolExecutor() as explainer:
-        spec = RendezvousSpec(num_nodes=2, node_rank=1)
-        group = NodeGroup(spec, LOOPBACK, "start", port, None, 1.0, roster=(0, 1))
+    with socket.socket() as listener, ThreadPoolExecutor() as explainer:
+        listener.bind((LOOPBACK, 0))
+        listener.listen()
+        port = int(listener.getsockname()[1])
+        group = NodeGroup(RendezvousSpec(num_nodes=2, node_rank=1), LOOPBACK, "start", port, None, 1.0, roster=(0, 1))
+        if failure is not None:
+            threading.Timer(0.3, group.report_failure, [failure]).start()
         waiting = forks().Process(target=time.sleep, args=(60,))
         waiting.start()
         processes = [worker_pool.PooledWorker(waiting, Pipe()[0])]
-        history = RestartHistory(locate(cfg), cfg.launch, None)
-        planner = RestartPlanner(group, history)
-        code = start.run_ranks(cfg, workers.slow, group, processes, [], planner, explainer)
-    assert code == 1
-    assert group.failure is not None
-    assert (group.failure.node_rank, group.failure.exit_code, group.failure.cause) == (1, 1, "error")
-    where = f"torch's store at {LOOPBACK}:{port}"
-    assert re.fullmatch(rf"node 1 \(\S+\) cannot reach {where}: [^\n]+", group.failure.line)
-    assert capfd.readouterr().err.endswith(f"\nharness: {group.failure.line}\n"), "below what torch logs"
+        planner = RestartPlanner(group, RestartHistory(locate(cfg), cfg.launch, None))
+        assert start.run_ranks(cfg, workers.slow, group, processes, [], planner, explainer) == 1
+    for thread in threading.enumerate():
+        if thread.name == "store":
+            thread.join()  # a thread in torch at the exit of this process would abort it
     assert waiting.exitcode is not None, "it never had a task"
+    assert group.failure is not None
+    return port, group.failure
+
+
+def test_a_node_that_does_not_reach_the_store_fails_like_a_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Node 0 is slow; then all start again."""
+    monkeypatch.setattr(agent, "STORE_TIMEOUT_S", 1.0)
+    port, failure = run_without_store(tmp_path)
+    assert (failure.node_rank, failure.exit_code, failure.cause) == (1, 1, "error")
+    where = f"torch's store at {LOOPBACK}:{port}"
+    assert re.fullmatch(rf"node 1 \(\S+\) cannot reach {where}: no answer within 1 s", failure.line)
+    assert f"harness: {failure.line}\n" in capfd.readouterr().err
+
+
+def test_a_node_that_waits_for_the_store_stops_when_node_0_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(agent, "STORE_TIMEOUT_S", 2.0)
+    lost = NodeFailure(node_rank=0, host="a", exit_code=1, line="node 0 (a) is gone", cause=EndCause.lost_node)
+    assert run_without_store(tmp_path, lost)[1] == lost
+    assert re.search(r"^harness: node 1 \(\S+\) stops: node 0 \(a\) is gone$", capfd.readouterr().err, re.MULTILINE)
 
 
 def test_a_single_node_run_listens_on_the_loopback_only(launch: Launch) -> None:
