@@ -21,6 +21,7 @@ from harness.control.commands import (
     SkipBatches,
     UnskipBatches,
     check_range,
+    describe_batches,
 )
 from harness.control.order_checks import (
     list_targets,
@@ -30,7 +31,8 @@ from harness.control.order_checks import (
 )
 from harness.core.batch_sizes import BatchSize, BatchSizes
 from harness.core.event_json import parse
-from harness.core.events import Action, ActionKind, Incident, Outcome, RunStarted, StepRecord
+from harness.core.events import Action, ActionKind, Incident, Outcome, RunEnded, RunRestarted, RunStarted, StepRecord
+from harness.core.locking.run_lease import dead_holder
 from harness.core.rundir import RunDir
 from harness.data.corpus.corpus_record import read_record
 from harness.data.order.ledger import Ledger
@@ -46,9 +48,11 @@ def describe_effect(run: RunDir, order: Order) -> str:
     position = next_batch_of(run, ledger)
     match order:
         case Skip():
-            first, last = ledger.next_range(position or 0, order.num_batches)
-            where = f" if it is applied now, at batch {first}" if position is not None else ""
-            return f"excludes {_describe(run, _unexcluded(ledger, first, last))}{where}"
+            if position is None:
+                batches = "the next batch" if order.num_batches == 1 else f"the next {order.num_batches:,} batches"
+                return f"excludes {batches} from where the run goes on"
+            first, last = ledger.next_range(position, order.num_batches)
+            return f"excludes {_describe(run, _unexcluded(ledger, first, last))} if it is applied now, at batch {first}"
         case SkipBatches():
             if position is not None:
                 require_unread(ledger, order, position)
@@ -56,6 +60,8 @@ def describe_effect(run: RunDir, order: Order) -> str:
             return f"excludes {_describe(run, _unexcluded(ledger, order.first, order.last))}{where}"
         case UnskipBatches():
             excluded = ledger.excluded_ranges(order.first, order.last)
+            if not excluded:
+                return f"re-includes nothing now: {describe_batches(order.first, order.last)} not excluded yet"
             return f"re-includes {_describe(run, excluded)}: {describe_return(excluded, position)}"
         case Rollback():
             return _describe_rollback(run, order, ledger)
@@ -77,8 +83,11 @@ def describe_return(excluded: Ranges, position: int | None) -> str:
 
 
 def next_batch_of(run: RunDir, ledger: Ledger) -> int | None:
-    """The batch that the run reads next, by its log; None: not known, as after a restore without a step."""
+    """The batch that the run reads next, by its log. None: not known, because it goes on from an older state: after a
+    restore without a step, or at the next start of a run that has died."""
     recent = tail(run.events)
+    if recent and dead_holder(run.path):
+        return None
     for event in reversed(recent):
         match event:
             case StepRecord() if not ledger.is_given_back(event.cursor):
@@ -87,6 +96,8 @@ def next_batch_of(run: RunDir, ledger: Ledger) -> int | None:
                 return None
             case RunStarted():
                 return 0 if event.step == 0 and event.resumed_from is None else None
+            case RunEnded() | RunRestarted():
+                return None
     return None if recent else 0
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,19 @@ from harness.control.commands import (
 from harness.control.order_checks import check_order, untainted_checkpoints
 from harness.control.order_effect import describe_effect, incident_batches, next_batch_of, parse_batches
 from harness.core.event_json import to_json
-from harness.core.events import Action, ActionKind, Event, Incident, Outcome, RunStarted, StepRecord
+from harness.core.events import (
+    Action,
+    ActionKind,
+    Event,
+    Incident,
+    Outcome,
+    RunEnded,
+    RunRestarted,
+    RunStarted,
+    StepRecord,
+)
+from harness.core.locking import directory_lease, run_lease
+from harness.core.locking.lease_holder import this_process
 from harness.core.rundir import RunDir, append_line
 from harness.data.order.ledger import Ledger
 
@@ -223,6 +237,41 @@ def test_an_operator_sees_when_re_included_batches_are_read(run: RunDir) -> None
     assert describe_effect(run, UnskipBatches(first=4, last=22)) == effect
     only = describe_effect(run, UnskipBatches(first=20, last=22))
     assert only == "re-includes 3 batches, 20 to 22, 1,200 tokens: 3 are read in their place"
+
+
+def test_the_place_of_a_dead_run_is_not_known(run: RunDir) -> None:
+    """Its next start goes on from a checkpoint, before its last record."""
+    write_log(run, STARTED, step_record(9, 8))
+    leases, alive = run.path / run_lease.FOLDER, this_process()
+    leases.mkdir()
+    for number, holder in enumerate((alive, replace(alive, started=alive.started - 1))):
+        assert (
+            describe_effect(run, Skip(num_batches=1)) == "excludes batch 9, 400 tokens if it is applied now, at batch 9"
+        )
+        descriptor = directory_lease.create(leases, number, holder)
+        assert descriptor is not None
+        os.close(descriptor)
+    assert describe_effect(run, Skip(num_batches=5)) == "excludes the next 5 batches from where the run goes on"
+    assert describe_effect(run, Skip(num_batches=1)) == "excludes the next batch from where the run goes on"
+    assert describe_effect(run, SkipBatches(first=7, last=7)) == "excludes batch 7, 400 tokens", "it may be read again"
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        RunEnded(time=1.0, iteration=9, step=9, exit_code=1, reason="out of memory"),
+        RunRestarted(time=1.0, iteration=9, step=9, number=1, reason="rank 1 was killed"),
+    ],
+)
+def test_the_place_of_a_run_before_its_next_start_is_not_known(run: RunDir, event: Event) -> None:
+    write_log(run, STARTED, step_record(9, 8), event)
+    assert next_batch_of(run, Ledger()) is None
+
+
+def test_an_unskip_of_batches_that_a_waiting_command_excludes(run: RunDir) -> None:
+    write_log(run, STARTED, step_record(9, 8))
+    effect = "re-includes nothing now: batches 20..25 not excluded yet"
+    assert describe_effect(run, UnskipBatches(first=20, last=25)) == effect
 
 
 def test_an_operator_sees_the_checkpoint_and_the_batches_of_a_rollback(run: RunDir) -> None:
