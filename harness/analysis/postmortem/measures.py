@@ -207,8 +207,8 @@ def held_out_check(evidence: Evidence) -> tuple[float, float] | None:
 
 
 def num_failed_recoveries(evidence: Evidence) -> int:
-    """Recovery actions of the incident that were followed by another one. Skips in a row, each of another batch, count as
-    one action."""
+    """Recovery actions of the incident that were followed by another one. Skips in a row, each of another batch, count
+    as one action."""
     others = (ActionKind.watch, ActionKind.check, ActionKind.accept, ActionKind.precision, ActionKind.qk_clip)
     kinds = [action.kind for action in evidence.actions if action.kind not in others]
     return sum(kind is not ActionKind.skip or later is not ActionKind.skip for kind, later in pairwise(kinds))
