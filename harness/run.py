@@ -91,7 +91,12 @@ class Run:
         findings, action = parts.sentinel.process_record(record)
         for finding in findings:
             self.reporter.emit_event(finding)
+        policy = parts.sentinel.policy
         parts.checkpoints.on_step_record(
-            record, state, doubtful_since=parts.sentinel.policy.doubtful_since, remembered=parts.sentinel.memory
+            record,
+            state,
+            doubtful_since=policy.doubtful_since,
+            is_settled=action is None and not policy.is_busy,
+            remembered=parts.sentinel.memory,
         )
         return record, action

@@ -1,11 +1,11 @@
 """The checkpoint manager: decides when to snapshot, when to save, when a checkpoint is good, and which to delete.
 
 How: all ranks call it at the same iterations with the same arguments, so no communication is needed to agree. A save is
-a snapshot that the writer thread writes once the step report of the same iteration has arrived. The loop waits for it
-only if the next save is due before the write has finished. Only rank 0 marks and deletes checkpoints, in a second
-thread. The loop does not wait for that thread, because the other ranks would wait for rank 0 in a collective; the next
-write does. A rollback waits for both threads, in short collectives. A checkpoint is good once `good_after_steps` clean
-steps in a row have followed it. A state with non-finite values is never written.
+a snapshot that the writer thread writes once the step report of the same iteration has arrived and all that it calls
+for is done. The loop waits for it only if the next save is due before the write has finished. Only rank 0 marks and
+deletes checkpoints, in a second thread. The loop does not wait for that thread, because the other ranks would wait for
+rank 0 in a collective; the next write does. A rollback waits for both threads, in short collectives. A checkpoint is
+good once `good_after_steps` clean steps in a row have followed it. A state with non-finite values is never written.
 A failed write loses that checkpoint and emits `CheckpointFailed`; training continues and the next save tries again.
 A checkpoint that cannot be read is neither tainted nor deleted, and while there is one, no other is deleted.
 """
@@ -70,7 +70,7 @@ class CheckpointManager:
         self._events: list[Event] = []
         self._on_disk: set[str] = set()
         self._queued: Slot | None = None
-        """Snapshot to be written once its step report has arrived."""
+        """Snapshot to be written once its step report has arrived and all that the report calls for is done."""
         self._is_queued_on_request = False
         """The clock or an operator asked for that snapshot; if it is dropped, the next update is saved instead."""
         self._save_requested = False
@@ -139,12 +139,15 @@ class CheckpointManager:
         state: RunState,
         *,
         doubtful_since: int | None = None,
+        is_settled: bool = True,
         remembered: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         """Process the reduced record of one step: complete its snapshot, trust older snapshots, mark checkpoints good,
         start the pending write.
 
         doubtful_since: first iteration under suspicion; nothing taken since then is trusted or becomes good.
+        is_settled: all that the records so far call for is done. Otherwise nothing is trusted or written: a run that is
+        killed before it is done must resume from an older state, or a rejected batch would be lost.
         remembered: returns the sentinel's state, which is saved with the snapshot of this iteration.
         """
         slot = self._ring.find_incomplete(record.iteration)
@@ -154,12 +157,11 @@ class CheckpointManager:
             self._ring.distrust(doubtful_since)
         if record.refused or doubtful_since is not None:
             self._last_unclean = record.iteration
-        else:
+        elif is_settled:
             self._ring.trust(record.iteration)
             self._promote(record.iteration)
-        if slot is not None and slot is self._queued:
-            self._queued = None
-            self._write(slot)
+        if is_settled:
+            self._write_queued()
         self._save_requested |= record.save_requested
 
     def request_save(self) -> None:
@@ -206,8 +208,9 @@ class CheckpointManager:
     def discard_after(self, iteration: int) -> None:
         """Drop the pending save, and all snapshots and candidates taken after this iteration, to which the run rolls
         back. A save that was requested is repeated after the next update."""
-        self._save_requested |= self._queued is not None and self._is_queued_on_request
-        self._queued = None
+        if self._queued is not None and self._queued.state.iteration > iteration:
+            self._save_requested |= self._is_queued_on_request
+            self._queued = None
         self._ring.discard_from(iteration + 1)
         self._candidates = {name: saved for name, saved in self._candidates.items() if saved <= iteration}
 
@@ -257,11 +260,10 @@ class CheckpointManager:
 
     def save_last(self, state: RunState, *, is_done: bool, remembered: Callable[[], dict[str, Any]] = dict) -> bool:
         """Save the last state of the run and wait for the write; False if it failed; collective. All reports must be
-        processed.
+        processed, and all that they call for done.
 
         The last state of a finished run is good if `good_after_steps` clean steps preceded it, because none follow.
         """
-        assert self._queued is None, "every report was processed"
         name = catalog.name_of(state.step, state.generation)
         self.finish_saves()
         if name not in self._on_disk:
@@ -276,7 +278,9 @@ class CheckpointManager:
         return name in self._on_disk
 
     def finish_saves(self) -> None:
-        """Wait for the current write, so that all ranks have the same free slots."""
+        """Start the pending write and wait for it, so that all ranks have the same free slots. All reports must be
+        processed, and all that they call for done."""
+        self._write_queued()
         self._writer.wait()
         self._collect_events()
 
@@ -324,6 +328,12 @@ class CheckpointManager:
                 self._on_disk.add(event.directory)
                 self._candidates[event.directory] = event.iteration
                 self._iterations[event.directory] = event.iteration
+
+    def _write_queued(self) -> None:
+        """Start the pending write if the report of its snapshot has arrived."""
+        if self._queued is not None and self._queued.is_complete:
+            slot, self._queued = self._queued, None
+            self._write(slot)
 
     def _write(self, slot: Slot) -> None:
         if catalog.name_of(slot.state.step, slot.state.generation) in self._on_disk:

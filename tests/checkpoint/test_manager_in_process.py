@@ -63,7 +63,15 @@ class Played:
         self.tensor.fill_(self.state.iteration)
         return self.checkpoints.snapshot_if_due(self.state)
 
-    def report(self, iteration: int, *, refused: bool = False, doubtful_since: int | None = None, **flags: Any) -> None:
+    def report(
+        self,
+        iteration: int,
+        *,
+        refused: bool = False,
+        doubtful_since: int | None = None,
+        is_settled: bool = True,
+        **flags: Any,
+    ) -> None:
         self.state.correct_step(refused=refused)
         self.num_refused += refused
         record = ReducedRecord(
@@ -80,7 +88,11 @@ class Played:
             **flags,
         )
         self.checkpoints.on_step_record(
-            record, self.state, doubtful_since=doubtful_since, remembered=lambda: {"reports": self.state.iteration}
+            record,
+            self.state,
+            doubtful_since=doubtful_since,
+            is_settled=is_settled,
+            remembered=lambda: {"reports": self.state.iteration},
         )
 
     def step(self, **flags: Any) -> bool:
@@ -148,6 +160,46 @@ def test_save_waits_for_its_report_and_next_save_waits_for_it(tmp_path: Path, wo
         run.report(iteration)
     run.finish_saves()
     assert run.saved == [2, 6]
+    assert not any(slot.is_saving for slot in run.ring._slots)
+
+
+def test_state_is_neither_trusted_nor_saved_before_all_that_its_record_calls_for_is_done(
+    tmp_path: Path, world: World
+) -> None:
+    run = Played(tmp_path, world, every_steps=2, slots=4)
+    for _ in range(3):
+        run.issue()
+    run.report(1)
+    run.report(2, is_settled=False)
+    run.report(3, is_settled=False)
+    run.finish_saves()
+    assert run.saved == []
+    assert not any(slot.is_trusted for slot in run.ring._slots)
+    run.issue()
+    run.report(4)
+    run.finish_saves()
+    assert run.saved == [2]
+    assert store.read_state(tmp_path / name_of(2, 0)).sentinel == {"reports": 3}, "as of its own report"
+    assert [slot.state.iteration for slot in run.ring._slots if slot.is_trusted] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_save_that_waits_is_made_before_the_next_or_the_last_one(
+    tmp_path: Path, world: World, at_the_end: bool
+) -> None:
+    run = Played(tmp_path, world, every_steps=2)
+    run.issue()
+    run.issue()
+    run.report(1)
+    run.report(2, is_settled=False)
+    if at_the_end:
+        run.issue()
+        run.report(3, is_settled=False)
+        assert run.checkpoints.save_last(run.state, is_done=False)
+    else:
+        run.checkpoints.finish_saves()
+    run.finish_saves()
+    assert run.saved == ([2, 3] if at_the_end else [2])
     assert not any(slot.is_saving for slot in run.ring._slots)
 
 
@@ -456,6 +508,17 @@ def test_undone_steps_do_not_make_a_checkpoint_good(tmp_path: Path, world: World
     for step, expected in ((5, []), (6, []), (7, [name_of(4, 0)])):
         run.step()
         assert [name for name, _ in run.marks][1:] == expected, f"after step {step}"
+
+
+def test_save_of_a_state_before_the_restored_one_is_not_dropped(tmp_path: Path, world: World) -> None:
+    run = Played(tmp_path, world, every_steps=2)
+    run.issue()
+    run.issue()
+    run.report(1)
+    run.report(2, is_settled=False)
+    run.checkpoints.discard_after(2)
+    run.step()
+    assert run.saved == [2]
 
 
 class Clock:

@@ -131,6 +131,11 @@ class Policy:
             (incident.onset for incident in self.policy_state.open_incidents if incident.is_watched), default=None
         )
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a check or a trial is under way. What the records in flight call for is done after it."""
+        return self.policy_state.checking is not None or self.policy_state.trial is not None
+
     def choose_action(self, now: DecisionPoint) -> Action | None:
         """Choose the action without recording it."""
         state = self.policy_state

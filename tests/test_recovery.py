@@ -1,0 +1,97 @@
+"""Actions carried out on one rank without a model: the policy, the trials, the mailbox and the ledger are real."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from harness import recovery
+from harness.core.events import Action, ActionKind, Event, HeldOutMeasured, StepRecord
+from harness.core.rundir import RunDir
+from harness.core.state import RunState
+from harness.data.order.ledger import Ledger
+from harness.run import Run
+from harness.sentinel.device.mailbox import Mailbox
+from harness.sentinel.sentinel import Sentinel
+from harness.trials import TrainStep
+from tests import composed
+from tests.sentinel.policy_runs import record
+
+HELD_OUT_LOSS = 3.0
+
+
+class Harness:
+    """A run of one rank whose updates the test makes up. Its held-out loss is always that of healthy weights."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.settled: dict[int, bool] = {}
+        """Iteration -> whether its state may be saved."""
+        self.taken: list[ActionKind] = []
+        cfg = composed.load()
+        parts, reporter = MagicMock(), MagicMock()
+        parts.sentinel = Sentinel.start(cfg.sentinel)
+        parts.ledger = self.ledger = Ledger.load(directory / "ledger.jsonl")
+        parts.mailbox = self.mailbox = Mailbox[Any](size=1, lag=cfg.sentinel.lag, device=torch.device("cpu"))
+        parts.check.receive.return_value = None
+        parts.checkpoints.on_step_record = self.on_step_record
+        reporter.emit_step.side_effect = lambda logged, **_: logged
+        reporter.emit_event.side_effect = self.on_event
+        monkeypatch.setattr("harness.run.unpack_report", lambda _layout, facts, _values, **_: facts.record)
+        monkeypatch.setattr(recovery, "held_out_mean", lambda _: HELD_OUT_LOSS)
+        monkeypatch.setattr(recovery, "gather_results", lambda work: [work()])
+        self.run = Run(
+            cfg=cfg,
+            directory=RunDir(directory),
+            parts=parts,
+            state=RunState(),
+            reporter=reporter,
+            stop=MagicMock(),
+            inbox=None,
+            heartbeat=MagicMock(),
+            gc_schedule=MagicMock(),
+            profiler=MagicMock(),
+        )
+        parts.sentinel.on_held_out_measured(HeldOutMeasured(time=0.0, iteration=0, step=0, loss=HELD_OUT_LOSS))
+
+    def on_step_record(self, record: StepRecord, _state: RunState, *, is_settled: bool, **_: Any) -> None:
+        self.settled[record.iteration] = is_settled
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, Action):
+            self.taken.append(event.kind)
+
+    def iterate(self, *, refused: bool = False, **facts: Any) -> None:
+        """Issue one update, then process the report that is ready and carry out what it calls for."""
+        state = self.run.state
+        state.advance(next_cursor=state.cursor + 1, tokens=1)
+        now = record(state.iteration, step=state.step - refused, loss=5.0 if refused else 3.0, refused=refused)
+        report = {"record": replace(now, **facts), "iteration": state.iteration}
+        self.mailbox.post(SimpleNamespace(**report, probed=False, posted_s=0.0, batch_tokens=1), torch.zeros(1))
+        for posted, values in self.mailbox.read():
+            _, action = self.run.process_report(posted, values)
+            assert recovery.run_actions(self.run, action, cast(TrainStep, None)) is None
+
+    def iterate_clean(self, num: int) -> None:
+        for _ in range(num):
+            self.iterate()
+
+
+def test_a_state_may_be_saved_once_all_that_its_record_calls_for_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The held-out check of a rejected update reads the reports in flight, while its batch is not in the ledger yet."""
+    run = Harness(tmp_path, monkeypatch)
+    run.iterate_clean(60)
+    run.iterate(refused=True)
+    run.iterate_clean(20)
+    run.iterate(refused=True, in_planned_change=True)
+    run.iterate_clean(3)
+    assert run.taken == [ActionKind.skip, ActionKind.check, ActionKind.accept]
+    assert [*run.settled] == [*range(1, 85)]
+    assert [number for number, is_settled in run.settled.items() if not is_settled] == [61, 82, 83]
