@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from harness.config.command_line import shell_command
 from harness.config.errors import EXIT_BAD_CONFIG, ConfigError, StorageError
 from harness.core.locking import directory_lease
 from harness.core.locking.directory_lease import InUseError, Lease, SeenLease
@@ -215,7 +216,8 @@ def naming_full_disk(run: Path) -> Iterator[None]:
 
 def in_use_error(run: Path, error: InUseError) -> ConfigError:
     """The exception for a run that another process writes."""
-    advice = f"stop it (harness ctl {run} stop --reason ...), wait until it ends, or choose another name"
+    stop = shell_command("harness", "ctl", run, "stop")
+    advice = f"stop it ({stop} --reason ...), wait until it ends, or choose another name"
     return ConfigError("run.name", f"{run} is in use by {error}; {advice}")
 
 

@@ -402,9 +402,10 @@ def test_a_config_error_releases_the_lease(tmp_path: Path) -> None:
 
 
 def test_a_second_start_is_rejected_with_the_holder_of_the_run(tmp_path: Path) -> None:
-    run = tmp_path / "first"
+    run = tmp_path / "the first"
     held = acquire(run / run_lease.FOLDER, holder_on_other_machine(6.0))
-    message = rf"^run\.name: {run} is in use by pid {os.getpid()} on node7, held for \d+ s, .*; stop it \(harness ctl"
+    advice = rf"stop it \(harness ctl '{run}' stop"
+    message = rf"^run\.name: {run} is in use by pid {os.getpid()} on node7, held for \d+ s, .*; {advice}"
     for wait in (True, False):
         with pytest.raises(ConfigError, match=message):
             run_lease.require_free(run, wait=wait)
