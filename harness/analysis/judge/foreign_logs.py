@@ -18,6 +18,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from harness.config.command_line import shell_command
 from harness.config.errors import ConfigError
 from harness.core.event_json import parse
 from harness.core.events import StepRecord
@@ -47,7 +48,8 @@ SPREAD = re.compile(r"__(min|max)$")
 def read_records(path: Path, wanted: Mapping[str, str]) -> Iterator[StepRecord]:
     """The rows of a log; `wanted` names columns that `NAMES` does not match. All rows reuse the same record object."""
     if path.is_dir():
-        message = f"is a directory; give a log such as {path}/events.jsonl, or use harness diagnose {path}"
+        command = shell_command("harness", "diagnose", path)
+        message = f"is a directory; give a log such as {path}/events.jsonl, or use {command}"
         raise ConfigError(str(path), message)
     if not path.is_file():
         raise ConfigError(str(path), "no such file")
