@@ -6,8 +6,10 @@ state that it was leaving. Weights, moments, counters, loss scale, the gate's hi
 restored together with the cursor. The policy's state, the iteration counter and the operator's settings are kept.
 
 Every action ends in an `Outcome` with its cost. An action that fails has an outcome too, and the policy escalates. A
-write error on rank 0 is an outcome on all ranks: nothing counts before it is on disk. A restore that fails after it
-began to overwrite the weights leaves them inconsistent, and the run halts.
+write error on rank 0 is an outcome on all ranks: nothing counts before it is on disk. Without a restore, the batch of a
+rejected update must be in the ledger: if it cannot be written, the run ends with exit code 75 and saves nothing. It
+resumes from before that batch. A restore that fails after it began to overwrite the weights leaves them inconsistent,
+and the run halts.
 
 Left out: a change of precision, and clipping of logits. The loop asks the policy for them in every iteration, so they
 are also right after a restart and after a restore. Here the outcome only says whether the run can change it.
@@ -15,6 +17,7 @@ are also right after a restart and after a restore. Here the outcome only says w
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -24,7 +27,7 @@ from typing import NamedTuple
 
 from harness.build import Parts
 from harness.checkpoint import store
-from harness.config.errors import EXIT_HALTED
+from harness.config.errors import EXIT_HALTED, StorageError
 from harness.core.events import Action, ActionKind, Outcome
 from harness.core.state import RunState
 from harness.data.order.ledger import return_points
@@ -34,6 +37,9 @@ from harness.sentinel.policy.policy_state import RESTORES
 from harness.step import evaluate, held_out_mean
 from harness.telemetry.heartbeat import Phase
 from harness.trials import TrainStep, TrialSteps, adopt_counters, drop_steps, restore_steps, run_trial
+
+LEDGER_ACTIONS = (ActionKind.skip, ActionKind.accept)
+"""Without their entry, a rejected batch would be neither trained nor in the ledger."""
 
 
 class Restored(NamedTuple):
@@ -51,7 +57,8 @@ def run_actions(run: Run, action: Action | None, train_step: TrainStep) -> Endin
     """Carry out an action and those that follow from its outcome; returns why the run must end, or None.
 
     `train_step` issues one training step; a trial trains with it. The steps of a trial that the run keeps count after
-    the actions that follow from it, because they were trained with these in force.
+    the actions that follow from it, because they were trained with these in force. Raises `StorageError` on all ranks
+    if an action that the run cannot continue without is not in the ledger.
     """
     kept: TrialSteps | None = None
     while action is not None:
@@ -62,12 +69,21 @@ def run_actions(run: Run, action: Action | None, train_step: TrainStep) -> Endin
             if kept is not None and not outcome.succeeded:
                 drop_steps(run, kept)
                 kept = None
+        if action.kind in LEDGER_ACTIONS and not outcome.succeeded:
+            raise ledger_error(run, outcome)
         if action.kind is ActionKind.halt:
             return Ending(EXIT_HALTED, action.reason)
         if outcome.is_torn:
             return Ending(EXIT_HALTED, outcome.reason)
         action = run.parts.sentinel.on_outcome(outcome)
     return None if kept is None else keep_steps(run, kept, train_step)
+
+
+def ledger_error(run: Run, outcome: Outcome) -> StorageError:
+    """The error of an action whose entry could not be written; all ranks raise it."""
+    error = StorageError(errno.EIO, f"cannot write it: {outcome.reason}", str(run.directory.ledger))
+    error.is_shared = True
+    return error
 
 
 def keep_steps(run: Run, kept: TrialSteps, train_step: TrainStep) -> Ending | None:

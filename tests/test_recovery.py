@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from harness import recovery
+from harness.config.errors import StorageError
 from harness.core.events import Action, ActionKind, Event, HeldOutMeasured, StepRecord
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
@@ -95,3 +96,25 @@ def test_a_state_may_be_saved_once_all_that_its_record_calls_for_is_done(
     assert run.taken == [ActionKind.skip, ActionKind.check, ActionKind.accept]
     assert [*run.settled] == [*range(1, 85)]
     assert [number for number, is_settled in run.settled.items() if not is_settled] == [61, 82, 83]
+
+
+@pytest.mark.parametrize(
+    ("num_rejected", "kind"), [(1, ActionKind.skip), (3, ActionKind.accept)], ids=["skip", "accept"]
+)
+def test_a_run_ends_if_a_rejected_batch_cannot_be_written_to_the_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_rejected: int, kind: ActionKind
+) -> None:
+    """It resumes from before that batch: the state behind it is not saved."""
+    run = Harness(tmp_path, monkeypatch)
+    run.iterate_clean(60)
+    for _ in range(num_rejected - 1):
+        run.iterate(refused=True)
+        run.iterate()
+    run.iterate(refused=True)
+    run.ledger.path = tmp_path / "missing" / "ledger.jsonl"
+    with pytest.raises(StorageError, match=r"/ledger.jsonl: cannot write it: .*No such file") as raised:
+        run.iterate()
+    assert raised.value.is_shared
+    assert run.taken[-1] is kind
+    assert not run.settled[60 + 2 * num_rejected - 1]
+    assert len(run.ledger) == num_rejected - 1
