@@ -330,11 +330,16 @@ class NodeGroup:
                     print(f"harness: {line}", file=sys.stderr, flush=True)
 
     def _answer_joined(self, link: Link) -> dict[str, Any]:
-        """What makes a spare of a launcher that has joined; empty for one that will get a decision with all others."""
-        if link.stopped < 0:
-            return self.go_message()
+        """What makes a spare of a launcher that has joined; empty for one that will get a decision with all others.
+
+        If it has a node in this start, the start has failed: it has no ranks, and keeps its node for the next start.
+        """
+        is_new = link.stopped < 0
         self.lost.pop(link.number, None)
         link.stopped = max(link.stopped, self.restarts)  # it has no ranks, whatever start it knows of
+        if is_new:
+            others = tuple(number for number in self.roster if number != link.number)
+            return self.go_message() | {"roster": pack_roster(others)}
         return {} if self.decision is None else {"decision": self.decision}
 
     def _listen(self) -> None:

@@ -291,7 +291,7 @@ def find_obstacle(group: NodeGroup, history: RestartHistory, stop_signals: Seque
         is_stopping = any(link.is_stopping for link in group.active_links().values())
     if stop_signals or is_stopping or has_stop_file(history.run):
         return "a stop was requested"
-    time.sleep(max(0.0, group.fenced_s - time.monotonic()) if group.lost else 0.0)
+    time.sleep(max(0.0, group.fenced_s - time.monotonic()))
     if history.elastic is not None:
         hold_lease(group, history.run)  # this launcher may have been stopped since
     return ""

@@ -152,6 +152,23 @@ def test_a_spare_takes_over_and_the_lost_host_comes_back_as_a_spare(stack: ExitS
     assert (back.restarts, len(history.failures)) == (2, 2), "a lost node counts as a failed start"
 
 
+def test_a_lost_host_that_comes_back_before_the_decision_keeps_its_node(stack: ExitStack, run: RunDir) -> None:
+    hosts = Hosts(stack, run, 2, spares=0, allowed=(1, 2))
+    first, second = hosts.all()
+    lose(second, first)
+    first.fenced_s = fenced_s = time.monotonic() + 1.0
+    (back,) = hosts.enter(hosts.join(1))
+    assert back.is_spare, "its ranks must not join a start that has failed"
+    wait_until(lambda: 1 in first.links)
+    assert hosts.agree(hosts.history(), first) == [RestartDecision(True, "restart 1")]
+    assert time.monotonic() > fenced_s, "the ranks of the first launcher may still run"
+    wait_until(lambda: back.node_rank == 1)
+    assert (first.failure, first.lost, back.failure, back.restarts) == (None, {}, None, 1)
+    assert read_node_faults(run) == []
+    back.report_failure(KILLED)
+    wait_until(lambda: first.failure == KILLED)
+
+
 def test_a_spare_that_takes_over_before_it_waits_asks_for_the_next_decision(stack: ExitStack, run: RunDir) -> None:
     hosts = Hosts(stack, run, 2, spares=1, allowed=(2,))
     first, second, spare = hosts.all()
