@@ -10,7 +10,8 @@ A page marks the place of a table, and everything between the two comments is re
     <!-- end of table -->
 
 Names of tables: a section of the config (`train`, `sentinel.policy`), `groups` (all config groups and their options),
-`options GROUP` (the options of one group), `scenarios` (all drills). The text of a key is the docstring under its field
+`options GROUP` (the options of one group), `pretraining` (what every size of the model from 125m up sets), `scenarios`
+(all drills). The text of a key is the docstring under its field
 in `harness/config/`; its default comes from `conf/`. `tests/test_docs.py` fails if a page is not current.
 """
 
@@ -190,6 +191,17 @@ def options_table(group: str) -> Iterator[str]:
         yield f"| `{group}={option}` | {escape_cell(sets)} | {escape_cell(read_comment(file))} |"
 
 
+def pretraining_table() -> Iterator[str]:
+    """What the sizes that include `conf/pretraining.yaml` set beside their shape, and the defaults of these keys."""
+    small, large = (compose.flat(compose.plain(compose.load([f"model={size}"]))) for size in ("50m", "125m"))
+    shapes = tuple(f"model.{name}" for name in conf_files.read_tree(conf_files.conf_dir() / "model/125m.yaml")["model"])
+    yield "| key | default | `model=125m` and larger |"
+    yield "|---|---|---|"
+    for key, value in large.items():
+        if value != small[key] and key not in (*shapes, "optim.lr"):
+            yield f"| `{key}` | {render_value(small[key])} | {render_value(value)} |"
+
+
 def groups_table() -> Iterator[str]:
     chosen = conf_files.read_tree(conf_files.conf_dir() / "config.yaml")["defaults"]
     default_options = {group: option for entry in chosen if isinstance(entry, dict) for group, option in entry.items()}
@@ -219,6 +231,8 @@ def render_table(name: str) -> Iterable[str]:
             return groups_table()
         case ["scenarios"]:
             return scenarios_table()
+        case ["pretraining"]:
+            return pretraining_table()
         case ["options", group]:
             return options_table(group)
         case [section]:
