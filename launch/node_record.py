@@ -19,7 +19,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, final
 
-from harness.core.events import Event, Finding, FindingKind
+from harness.core.events import Event, Finding, FindingKind, RunRestarted, RunStarted
 from harness.core.rundir import RunDir, write_atomically
 from harness.core.transient_io import retry_transient
 from launch.slurm.node_exclusion import (
@@ -75,22 +75,31 @@ def parse_fault(fields: dict[str, Any]) -> NodeFault:
     return NodeFault(**(fields | {"kind": NodeFaultKind(fields["kind"])}))
 
 
-def faults_of_findings(events: Iterable[Event], hosts: Sequence[str], *, nproc: int, since: float) -> list[NodeFault]:
-    """The faults that the sentinel's findings since a time attribute to a machine; `hosts` has that of each node.
+def faults_of_findings(events: Iterable[Event], hosts: Sequence[str], *, nproc: int) -> list[NodeFault]:
+    """The faults that the findings of the last start in the log attribute to a machine.
 
-    A machine whose speed recovered after it was slow is not blamed for that.
+    A start names the machines of its ranks. `hosts` has that of each node, for a log whose end has no start. No times
+    are compared: the clock of rank 0's machine may differ from that of this one. A machine whose speed recovered after
+    it was slow is not blamed for that.
     """
+    if len(hosts) < 2:
+        return []
     faults: list[NodeFault] = []
+    machine_of = {node * nproc + local: host for node, host in enumerate(hosts) for local in range(nproc)}
     for event in events:
-        if not isinstance(event, Finding) or event.time < since or len(hosts) < 2:
+        if isinstance(event, RunStarted | RunRestarted):
+            faults = []
+        if isinstance(event, RunStarted):
+            machine_of = {rank: machine for machine, ranks in event.machines.items() for rank in ranks}
+        if not isinstance(event, Finding):
             continue
         if event.kind is FindingKind.speed_recovered:
             faults = [fault for fault in faults if fault.kind is not NodeFaultKind.slow]
-        kind, nodes = BLAMING.get(event.kind), {rank // nproc for rank in event.ranks}
-        if kind is not None and len(nodes) == 1 and (node := nodes.pop()) < len(hosts):
+        kind, machines = BLAMING.get(event.kind), {machine_of.get(rank, "") for rank in event.ranks}
+        if kind is not None and len(machines) == 1 and (machine := machines.pop()):
             ranks = ", ".join(map(str, event.ranks))
             evidence = f"{event.kind} at iteration {event.iteration}, rank {ranks}"
-            faults.append(NodeFault(event.time, hosts[node], event.message, kind, evidence))
+            faults.append(NodeFault(event.time, machine, event.message, kind, evidence))
     return faults
 
 

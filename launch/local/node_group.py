@@ -105,8 +105,6 @@ class NodeGroup:
     """Number -> machine of every launcher that has joined; on the other launchers at least that of the coordinator."""
     restarts: int = 0
     """How often the ranks were restarted inside this job, equal on all nodes."""
-    began: float = field(default_factory=time.time)
-    """When this start began, in seconds since 1970."""
     failure: NodeFailure | None = None
     """The first failure of this start that was reported."""
     lost: dict[int, NodeFailure] = field(default_factory=dict)
@@ -230,7 +228,7 @@ class NodeGroup:
             for link in self.links.values():
                 link.is_done = link.is_closed
             self.restarts, self.store_port, self.roster = restarts, store_port, roster
-            self.failure, self.end_code, self.began = None, None, time.time()
+            self.failure, self.end_code = None, None
             self.lost = {number: failure for number, failure in self.lost.items() if number in roster}
 
     @property

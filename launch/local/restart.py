@@ -82,7 +82,7 @@ class RestartHistory:
         failure, hosts = group.failure, [group.hosts.get(number, "") for number in group.roster]
         where = f"logs/{group.attempt_name}"
         events = read_log_end(self.run, FINDINGS_BYTES)
-        faults = faults_of_findings(events, hosts, nproc=self.nproc, since=group.began)
+        faults = faults_of_findings(events, hosts, nproc=self.nproc)
         if failure is not None and failure.cause == EndCause.hung_rank:
             host = group.host_of(failure.node_rank)
             faults.append(NodeFault(group.noticed, host, failure.line, NodeFaultKind.hung, where))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness.core import transient_io
-from harness.core.events import Finding, FindingKind
+from harness.core.events import Event, Finding, FindingKind, RunEnded, RunRestarted
 from harness.core.rundir import RunDir
 from launch.node_record import NodeRecord, faults_of_findings, node_record_path, read_node_faults, read_out_nodes
 from launch.slurm.node_exclusion import NodeFault, NodeFaultKind
@@ -21,12 +21,12 @@ from tests.drills import logs
 HOSTS = ["a", "b", "c"]
 
 
-def finding(kind: FindingKind, *ranks: int, at: float = 100.0) -> Finding:
-    return replace(logs.finding(7, kind, ranks=list(ranks)), time=at)
+def finding(kind: FindingKind, *ranks: int) -> Finding:
+    return replace(logs.finding(7, kind, ranks=list(ranks)), time=100.0)
 
 
-def blamed(*findings: Finding, hosts: list[str] = HOSTS) -> list[tuple[str, NodeFaultKind]]:
-    return [(fault.node, fault.kind) for fault in faults_of_findings(findings, hosts, nproc=4, since=50.0)]
+def blamed(*events: Event, hosts: list[str] = HOSTS) -> list[tuple[str, NodeFaultKind]]:
+    return [(fault.node, fault.kind) for fault in faults_of_findings(events, hosts, nproc=4)]
 
 
 def test_findings_that_name_ranks_of_one_machine_blame_it() -> None:
@@ -36,7 +36,7 @@ def test_findings_that_name_ranks_of_one_machine_blame_it() -> None:
     assert blamed(finding(FindingKind.corruption, 11)) == [], "it may be transient"
     assert blamed(finding(FindingKind.rank_outlier, 0)) == [("a", NodeFaultKind.outlier)]
     assert blamed(finding(FindingKind.slow, 5)) == [("b", NodeFaultKind.slow)]
-    (fault,) = faults_of_findings([finding(FindingKind.slow, 5, 6)], HOSTS, nproc=4, since=50.0)
+    (fault,) = faults_of_findings([finding(FindingKind.slow, 5, 6)], HOSTS, nproc=4)
     assert (fault.reason, fault.evidence, fault.time) == ("odd", "slow at iteration 7, rank 5, 6", 100.0)
 
 
@@ -46,11 +46,10 @@ def test_findings_that_name_ranks_of_one_machine_blame_it() -> None:
         finding(FindingKind.weights_changed, 3, 4),
         finding(FindingKind.weights_changed),
         finding(FindingKind.weights_changed, 12),
-        finding(FindingKind.weights_changed, 4, at=49.0),
         finding(FindingKind.nonfinite, 4),
         finding(FindingKind.loss_spike, 4),
     ],
-    ids=["two machines", "no rank", "an unknown rank", "an earlier start", "its batch may be bad", "another kind"],
+    ids=["two machines", "no rank", "an unknown rank", "its batch may be bad", "another kind"],
 )
 def test_other_findings_blame_nobody(found: Finding) -> None:
     assert blamed(found) == []
@@ -59,6 +58,18 @@ def test_other_findings_blame_nobody(found: Finding) -> None:
 def test_one_machine_is_never_blamed() -> None:
     assert blamed(finding(FindingKind.slow, 1), hosts=["a"]) == []
     assert blamed(finding(FindingKind.slow, 1), hosts=["a", "b"]) == [("a", NodeFaultKind.slow)]
+
+
+def test_a_finding_blames_a_machine_of_the_last_start_in_the_log() -> None:
+    """Whatever its time, which is that of rank 0's machine."""
+    found = finding(FindingKind.weights_changed, 4)
+    later = replace(logs.started(time=0.0), machines={"a": [0, 1, 2, 3], "d": [4, 5, 6, 7]})
+    restarted = RunRestarted(time=1e6, iteration=7, step=7, number=1, reason="rank 1 was killed")
+    assert blamed(found, restarted) == blamed(found, restarted, later) == []
+    assert blamed(restarted, later, found) == [("d", NodeFaultKind.corrupting)]
+    ended = RunEnded(time=0.0, iteration=7, step=7, exit_code=3, reason="halted")
+    assert blamed(later, found, ended) == [("d", NodeFaultKind.corrupting)]
+    assert blamed(logs.started(), found) == [], "a log of an earlier version: its machines are unknown"
 
 
 def test_a_machine_whose_speed_recovered_is_not_blamed() -> None:

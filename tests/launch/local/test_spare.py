@@ -89,7 +89,8 @@ def stack() -> Iterator[ExitStack]:
 def run(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path)
     run.config.touch()
-    run.events.write_text("".join(f"{to_json(line)}\n" for line in [logs.started(), *logs.steps(1, 5)]))
+    started = replace(logs.started(), machines={"host0": [0], "host1": [1]})
+    run.events.write_text("".join(f"{to_json(line)}\n" for line in [started, *logs.steps(1, 5)]))
     return run
 
 
@@ -412,7 +413,7 @@ def test_a_node_that_the_sentinel_named_is_replaced(stack: ExitStack, run: RunDi
     check = make_planner(hosts, groups[0], replace_running=str(replace_running).lower())
     save(run, 10)
     assert check() == []
-    found = replace(logs.finding(6, FindingKind.weights_changed, ranks=[1]), time=time.time())
+    found = replace(logs.finding(6, FindingKind.weights_changed, ranks=[1]), time=time.time() - 30.0)
     with run.events.open("a") as log:
         log.write(f"{to_json(found)}\n")
     save(run, 20)
