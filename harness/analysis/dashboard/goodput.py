@@ -3,7 +3,8 @@
 Why: a cluster is paid by the hour, and a run that recovers by itself still loses time on each recovery.
 How: every interval between two events of the log is assigned to one account, so the accounts add up to the wall time.
 Time between steps is divided among kept, rejected and undone steps by their step times. A step is undone if a restore,
-or a start from an older checkpoint, rewinds to before it.
+or a start from an older checkpoint, rewinds to before it. The log has a restore after the step that was in flight, with
+an earlier time than that step, so the seconds of the restore are taken from the time before that step.
 Every second outside kept steps also has one cause, such as a killed rank or a checkpoint: the time until a failure was
 noticed, until the next start, until its first step, and the steps that it trains again are the cost of that failure.
 Left out: the cost of detection, the gate and in-memory snapshots. They run inside every step on the device, and no
@@ -142,6 +143,10 @@ class Accounts:
     _open_s: float = 0.0
     """Time since the last step: time between steps if another step follows, saving if the run ends."""
     _open_blocked_s: float = 0.0
+    _before_step_s: float = 0.0
+    """Time before the last step, as far as no restore has taken it."""
+    _is_first_step: bool = False
+    """The last step was the first of its start, so the time before it is starting time."""
     _last_time: float | None = None
     _num_ranks: int = 0
     """Ranks of the latest start; 0: it has ended."""
@@ -182,7 +187,8 @@ class Accounts:
         passed_s = self._advance_clock(float(record["time"]))
         self._book(None, passed_s)
         took_s = 0.0 if self._is_starting else took_s
-        self._is_starting = False
+        self._before_step_s = passed_s if self._is_starting else self._open_s
+        self._is_first_step, self._is_starting = self._is_starting, False
         self._damaged_step = 0
         self._between_s += self._open_s
         self._blocked_s += self._open_blocked_s
@@ -224,9 +230,7 @@ class Accounts:
                 self._book(Account.evaluating, waited_s)
                 self._book(None, passed_s - waited_s)
             case Outcome(kind=kind) if kind in RESTORES:
-                restoring_s = min(event.seconds, passed_s)
-                self._book(Account.restoring, restoring_s)
-                self._book(None, passed_s - restoring_s)
+                self._book_restore(event.seconds, passed_s)
                 self._damaged_step = 0
                 if event.succeeded:
                     self._cost_of(LossCause.rollback).times += 1
@@ -330,7 +334,21 @@ class Accounts:
         self._has_started, self._failure, self._damaged_step = True, None, 0
         self._num_ranks = event.world_size
         self._is_paused, self._is_starting = False, True
+        self._before_step_s = 0.0
         self._last_tokens = None if self._tokens_consumed else 0
+
+    def _book_restore(self, took_s: float, passed_s: float) -> None:
+        """Book a restore and the `passed_s` since the last event; what is longer was before the last step."""
+        restoring_s = min(took_s, passed_s)
+        self._book(Account.restoring, restoring_s)
+        self._book(None, passed_s - restoring_s)
+        earlier_s = min(took_s - restoring_s, self._before_step_s)
+        self._before_step_s -= earlier_s
+        self._book(Account.restoring, earlier_s)
+        if self._is_first_step:
+            self._book(Account.starting, -earlier_s, cause=self._cause)
+        else:
+            self._between_s -= earlier_s
 
     def _cost_of(self, cause: LossCause) -> LostTime:
         return self._lost.setdefault(cause, LostTime())
