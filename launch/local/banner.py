@@ -2,7 +2,8 @@
 
 Why: a wrong batch size, a forgotten precision or the wrong run directory should be seen in the first second.
 How: a pure function from the config and the ranks to rows, wrapped to the terminal. The time comes from the speed of
-the last start, or from the plan if the rates of the devices are known; otherwise the banner says that it is unknown.
+the last start, or from the plan if the rates of the devices are known. On CPU there is an estimate only for models that
+are too large for one; otherwise the banner says that it is unknown.
 """
 
 from __future__ import annotations
@@ -18,14 +19,19 @@ from harness.config.schema import Config
 from harness.config.sentinel import SentinelConfig
 from harness.core.events import Event, RunEnded, RunStarted, StepRecord
 from harness.core.rundir import has_checkpoint, locate
-from harness.model.size import num_parameters
+from harness.model.size import flops_per_token, num_parameters
 from harness.telemetry.console import clock
 from harness.telemetry.event_log import tail
+from launch.local.thread_count import num_cores
 
 LABEL_WIDTH = 12
 MAX_WIDTH = 130
 MOST_SOURCES = 4
 DEFAULT_PRESET = "default"
+CPU_GFLOPS = 20
+"""Rate of a slow core in fp32, in GFLOP/s."""
+SLOW_STEP_S = 5.0
+"""Steps that take longer than this on CPU are announced."""
 
 
 def render_banner(cfg: Config, *, nproc: int, num_nodes: int = 1, is_gpu: bool, width: int) -> str:
@@ -147,6 +153,13 @@ def time_text(cfg: Config, log: list[Event], *, world_size: int, is_gpu: bool) -
         planned = None
     if planned:
         return f"about {clock(num_left * planned)} by the plan"
+    flops_per_step = (
+        cfg.train.batch_size * cfg.train.sequence_length * flops_per_token(cfg.model, cfg.train.sequence_length)
+    )
+    step_s = flops_per_step / (CPU_GFLOPS * 1e9 * num_cores())
+    if not is_gpu and step_s > SLOW_STEP_S:
+        rate = f"at {CPU_GFLOPS} GFLOP/s per core"
+        return f"about {clock(step_s)} per step on this CPU and {clock(num_left * step_s)} in all, {rate}"
     return "not known before the first steps"
 
 

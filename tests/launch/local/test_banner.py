@@ -90,6 +90,12 @@ def test_time_comes_from_the_last_start_or_from_the_plan(tmp_path: Path) -> None
     assert time_text(planned, [], world_size=1, is_gpu=False) == "not known before the first steps"
 
 
+def test_a_model_too_large_for_a_cpu_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launch.local.banner.num_cores", lambda: 2)
+    text = time_text(load(["model=125m", "train.num_steps=200"]), [], world_size=2, is_gpu=False)
+    assert text == "about 0:32 per step on this CPU and 1:47:18 in all, at 20 GFLOP/s per core"
+
+
 def test_only_a_finished_run_has_nothing_to_do(tmp_path: Path) -> None:
     cfg = config(tmp_path)
     assert finished_line(cfg) == ""
