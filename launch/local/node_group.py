@@ -127,8 +127,9 @@ class NodeGroup:
     """Numbers of all launchers that are connected, by the coordinator."""
     succession: socket.socket | None = None
     """Where this launcher would coordinate the run; not on the coordinator."""
-    succeed: Callable[[], bool] | None = None
-    """Finds another coordinator after the last one was lost; None: the run ends without it."""
+    succeed: Callable[[bool], bool] | None = None
+    """Finds another coordinator after the last one was lost, and says whether a stop was requested here; None: the run
+    ends without it."""
     listener: socket.socket | None = None
     """Where later launchers join; only on node 0."""
     admit: Callable[[socket.socket], Link | None] | None = None

@@ -192,7 +192,7 @@ def admit_node(
     try:
         hello = read_hello(link)
         link.number, link.host, link.problems = int(hello["node"]), str(hello["host"]), hello.get("problems")
-        link.stopped = int(hello.get("stopped", -1))
+        link.stopped, link.is_stopping = int(hello.get("stopped", -1)), bool(hello.get("stopping"))
         if "port" in hello:
             link.listens_at = connection.getpeername()[0], int(hello["port"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -283,7 +283,10 @@ def prepare_succession(group: NodeGroup, link: Link, hello: dict[str, Any], elas
     def admit(connection: socket.socket) -> Link | None:
         return admit_node(group, connection, hello, elastic if group.is_coordinator else None)
 
-    group.succeed = lambda: find_coordinator(group, hello, admit, elastic.record)
+    def succeed(is_stopping: bool) -> bool:
+        return find_coordinator(group, hello | {"stopping": is_stopping}, admit, elastic.record)
+
+    group.succeed = succeed
 
 
 def wait_for_go(group: NodeGroup, link: Link, deadline_s: float, stop_requested: Callable[[], bool]) -> dict[str, Any]:

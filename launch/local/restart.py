@@ -157,7 +157,7 @@ def agree_on_restart(group: NodeGroup, history: RestartHistory, stop_signals: Se
         decision = await_decision(group, stop_signals)
         if decision is not None:
             return decision
-        if stop_signals or group.succeed is None or not group.succeed():
+        if is_forced(stop_signals) or group.succeed is None or not group.succeed(bool(stop_signals)):
             return RestartDecision(False, "")
     try:
         obstacle = find_obstacle(group, history, stop_signals)

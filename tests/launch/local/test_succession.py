@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -127,7 +128,7 @@ def test_a_launcher_that_follows_before_the_decision_keeps_its_node(
     kill(first)
     wait_until(lambda: None not in (second.failure, third.failure))
     assert second.succeed is not None
-    assert second.succeed()
+    assert second.succeed(False)
     assert sorted(second.lost) == [0, 2]
     follower = hosts.pool.submit(agree_on_restart, third, hosts.history(), [])
     wait_until(lambda: 2 in second.links)
@@ -218,6 +219,22 @@ def test_a_launcher_that_is_cut_off_takes_nothing_over_before_the_next_rank_0_be
     assert len(restarted(run)) == 1
     assert node_record_path(run).read_text() == written
     assert [fault.node for fault in read_node_faults(run)] == ["host1"]
+
+
+@pytest.mark.parametrize("stopped", [1, 2], ids=["the next coordinator", "the other launcher"])
+def test_a_stop_signal_of_one_launcher_ends_the_run_if_the_coordinator_is_lost(
+    stack: ExitStack, run: RunDir, stopped: int
+) -> None:
+    hosts = Hosts(stack, run, 3, spares=0, allowed=(1, 2, 3))
+    first, *others = hosts.all()
+    kill(first)
+    wait_until(lambda: all(group.has_lost_coordinator for group in others))
+    signals = {stopped: [signal.SIGTERM]}
+    calls = [
+        hosts.pool.submit(agree_on_restart, group, hosts.history(), signals.get(group.number, [])) for group in others
+    ]
+    assert [call.result(20) for call in calls] == [RestartDecision(False, "a stop was requested")] * 2
+    assert restarted(run) == []
 
 
 def test_a_coordinator_whose_run_was_taken_over_writes_nothing(stack: ExitStack, run: RunDir) -> None:
