@@ -6,7 +6,7 @@ watched for is closed as cured after `clean_steps` without a finding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -59,10 +59,16 @@ class IncidentTable:
             incident.source = suspects.source_of(record)
         return incident
 
+    def give_back(self, ranges: Iterable[Sequence[int]]) -> None:
+        """Record that these rejected batches are consumed again; none is given back twice."""
+        for incident in self.opened:
+            again = [int(batch) for batch, _, _ in incident.refused if any(a <= batch <= b for a, b in ranges)]
+            incident.given_back = sorted({*incident.given_back, *again})
+
     def forget_rejections(self) -> None:
         """Drop what the rejected updates of a discarded state said about the open incidents."""
         for incident in self.opened:
-            incident.refused, incident.num_excessive = [], 0
+            incident.refused, incident.given_back, incident.num_excessive = [], [], 0
 
     def close(self, incident: OpenIncident, verdict: IncidentVerdict) -> None:
         self.opened.remove(incident)

@@ -147,6 +147,8 @@ class OpenIncident:
     """Iteration."""
     refused: list[list[float]] = field(default_factory=list)
     """Batch, loss and gradient norm of each finite rejected update since the last restore; newest last."""
+    given_back: list[int] = field(default_factory=list)
+    """Those of its rejected batches that were given back since."""
     num_excessive: int = 0
     """How many of them had a gradient norm above its own bound."""
     is_finite: bool = True
@@ -218,9 +220,9 @@ class OpenIncident:
 
     @property
     def rejected_batches(self) -> list[list[int]]:
-        """First and last batch of each range of rejected updates, in ascending order."""
+        """First and last batch of each range of rejected updates that were not given back, in ascending order."""
         ranges: list[list[int]] = []
-        for batch in sorted({int(batch) for batch, _, _ in self.refused}):
+        for batch in sorted({int(batch) for batch, _, _ in self.refused}.difference(self.given_back)):
             if ranges and ranges[-1][1] == batch - 1:
                 ranges[-1][1] = batch
             else:
@@ -238,6 +240,7 @@ class OpenIncident:
     def add_rejected(self, *, cursor: int, loss: float, grad_norm: float, is_excessive: bool) -> None:
         """Add a finite rejected update."""
         self.refused = [*self.refused[1 - MOST_REFUSED :], [cursor, loss, grad_norm]]
+        self.given_back = [batch for batch in self.given_back if batch != cursor]
         self.num_excessive += is_excessive
         if self.level is not None and self.height(loss) > SPIKE_SIGMAS * self.sigma:
             self.type_so_far = self.type_so_far or 1  # the rejected update did not change the state

@@ -150,6 +150,7 @@ class PolicyState:
                 self.fallback.on_action(action)
             case ActionKind.qk_clip:
                 self.clips_logits = True
+        self.incidents.give_back(action.give_back)
         if incident is not None:
             incident.on_action(action, cfg=self.cfg)
             if action.kind in (ActionKind.skip, *RESTORES) and not action.give_back and not is_remedy:

@@ -842,6 +842,34 @@ class TestPolicyState:
             case _:
                 assert found == [(watch, [], []), *((skip, each, []) for each in batches)]
 
+    @pytest.mark.parametrize("is_rejected_again", [False, True])
+    def test_a_batch_that_was_given_back_is_not_given_back_twice(self, is_rejected_again: bool) -> None:
+        """An operator gives a skipped batch back. The run trains on it or rejects it again, then accepts the data."""
+        run = Run()
+        run.policy.on_held_out_measured(HeldOutMeasured(time=0.0, iteration=0, step=0, loss=3.0))
+        assert run.iterate_clean(60) == []
+        self.reject(run, batch=60)
+        run.policy.policy_state.on_action(replace(action(ActionKind.include, give_back=[[58, 60]]), incident=0))
+        saved = json.loads(json.dumps(run.policy.state()))
+        run.policy = Policy.restore(run.policy.policy_state.cfg, saved, lag=LAG)
+        self.reject(run, batch=60 if is_rejected_again else 62)
+        check = self.reject(run, batch=64)
+        assert check is not None
+        accept = run.policy.on_outcome(replace(outcome(check, step=run.step), held_out_loss=3.0))
+        assert accept is not None
+        assert accept.kind is ActionKind.accept
+        assert accept.give_back == [[60, 60] if is_rejected_again else [62, 62], [64, 64]]
+
+    def reject(self, run: Run, *, batch: int) -> Action | None:
+        """The update of a batch is rejected, and an applied one follows a skip; returns an action that is no skip."""
+        run.cursor = batch
+        chosen = run.iterate(loss=5.0, refused=True)
+        if chosen is None or chosen.kind is not ActionKind.skip:
+            return chosen
+        assert run.policy.on_outcome(outcome(chosen, step=run.step)) is None
+        assert run.iterate() is None
+        return None
+
     def test_a_restore_makes_void_what_was_in_flight_at_the_check(self) -> None:
         run, check = self.run_with_check()
         self.decide_in_flight(run, loss=9.0, refused=True)
