@@ -4,12 +4,13 @@ Why: three formats share two file endings. A wrong guess does not fail, it train
 the name.
 How: a NumPy file and an llm.c file state in their header what they contain, and their size must agree. Anything else is
 tokens from the first byte to the last (nanoGPT's `.bin`, OLMo's `.npy`), of the configured dtype, or uint16 if none is
-configured; then a few probes reject data that can only be of 32 or 64 bits.
-Left out: NumPy arrays of more than one dimension.
+configured; then a few probes reject text, and data that can only be of 32 or 64 bits.
+Left out: NumPy arrays of more than one dimension; text that is not UTF-8.
 """
 
 from __future__ import annotations
 
+import codecs
 import struct
 from io import BytesIO
 from pathlib import Path
@@ -34,6 +35,10 @@ HEAD_BYTES = 4096
 """Bytes read to find the format; no supported header is longer."""
 
 PROBE_TOKENS = 1024
+CONTROL_BYTES = frozenset(range(0x20)).difference(b"\t\n\v\f\r") | {0x7F}
+"""Bytes that text does not contain. Token ids do: their high bytes are small."""
+UTF8_CONTINUATION = bytes(range(0x80, 0xC0))
+
 LARGEST_HIGH_HALF = 15
 """High half of ids below 2 ** 20, above all vocabularies."""
 
@@ -95,6 +100,9 @@ def _llmc_layout(path: Path, header: tuple[int, int, int], num_bytes: int, *, ke
 
 def _raw_layout(path: Path, mapped: memoryview, *, dtype: TokenDtype, key: str, num_probes: int) -> FlatLayout:
     stored = np.dtype("<u2" if dtype is TokenDtype.auto else dtype.value)
+    if dtype is TokenDtype.auto:
+        advice = "tokenize it with harness data prepare, or set the source's dtype if it contains token ids"
+        require(not _looks_like_text(mapped, num_probes), key, f"{path}: looks like text; {advice}")
     num_tokens, odd_bytes = divmod(len(mapped), stored.itemsize)
     message = f"{path}: has {len(mapped)} bytes, which is not a multiple of {stored.itemsize}, the size of {stored}"
     require(odd_bytes == 0, key, message)
@@ -114,6 +122,19 @@ def probed_ranges(num_bytes: int, num_probes: int) -> list[tuple[int, int]]:
 def _probe_starts(num_halves: int, num_probes: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     starts = np.linspace(0, max(0, num_halves - PROBE_TOKENS), num_probes).astype(np.int64)
     return starts // 2 * 2
+
+
+def _looks_like_text(mapped: memoryview, num_probes: int) -> bool:
+    """Whether all probes are UTF-8 without control characters. A probe may begin and end within a character."""
+    for first, end in probed_ranges(len(mapped), num_probes):
+        probe = bytes(mapped[first:end])
+        try:
+            codecs.getincrementaldecoder("utf-8")().decode(probe[:3].lstrip(UTF8_CONTINUATION) + probe[3:])
+        except UnicodeDecodeError:
+            return False
+        if CONTROL_BYTES.intersection(probe):
+            return False
+    return True
 
 
 def _looks_like_uint32(tokens: np.ndarray[Any, np.dtype[Any]], num_probes: int) -> bool:

@@ -52,6 +52,18 @@ def test_wider_tokens_are_not_read_as_uint16(tmp_path: Path, largest: int, dtype
     assert opened(path, TokenDtype.uint16).num_tokens == tokens.nbytes // 2
 
 
+@pytest.mark.parametrize("text", ["The quick brown fox.\r\n\tIt jumps.\n", "Füchse springen über 狐狸 \U0001f98a\n"])
+@pytest.mark.parametrize("count", [1, 3000])
+def test_text_is_not_read_as_tokens(tmp_path: Path, text: str, count: int) -> None:
+    """Also a file with an odd number of bytes, and probes that begin or end within a character."""
+    path = tmp_path / "prose.txt"
+    for start in range(2):
+        path.write_text((text * count)[start:], encoding="utf-8")
+        check_rejected(path, "looks like text; tokenize it with harness data prepare", names=path)
+    path.write_text(2 * text, encoding="utf-8")
+    assert opened(path, TokenDtype.uint16).num_tokens == len(text.encode())
+
+
 @pytest.mark.parametrize("vocab_size", [1, 2, 16, 300, 65536])
 def test_uint16_is_accepted(tmp_path: Path, vocab_size: int) -> None:
     path = tmp_path / "train.bin"
