@@ -55,11 +55,11 @@ function showIncidents() {
   element("incident-list").replaceChildren(cards.length ? make("div", { class: "cards" }, ...cards) : make("p", { class: "none" }, "None."));
 }
 
-const SHARES = { kept: "blue", refused: "red", undone: "orange", restoring: "violet", saving: "green", evaluating: "pale", starting: "grey", paused: "quiet", stopped: "ink" };
+const SHARES = { kept: "blue", refused: "red", undone: "orange", restoring: "violet", trying: "teal", saving: "green", evaluating: "pale", starting: "grey", paused: "quiet", stopped: "ink" };
 
 const CAUSE_COLORS = {
   "killed rank": "red", "hung rank": "orange", "error in a rank": "violet", "out of memory": "brown", "lost launcher": "ink", "lost node": "quiet", "storage": "teal",
-  "unknown failure": "grey", "stop and resume": "pale", "rewind or rollback": "violet", "rejected updates": "red", "first start": "grey", "checkpoints": "green",
+  "unknown failure": "grey", "stop and resume": "pale", "rewind or rollback": "violet", "trials of remedies": "teal", "rejected updates": "red", "first start": "grey", "checkpoints": "green",
   "evaluation": "pale", "pause": "quiet",
 };
 

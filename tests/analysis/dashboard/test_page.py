@@ -6,11 +6,14 @@ import base64
 import hashlib
 import json
 import re
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from harness.analysis.dashboard.goodput import Account
+from harness.analysis.dashboard.loss_causes import LossCause
 from harness.analysis.dashboard.page import fill_template, library, render
 from harness.analysis.dashboard.page_data import facts_of, page_data, spell_seconds, state_of
 from harness.analysis.dashboard.story import Story
@@ -47,6 +50,19 @@ def test_page_is_complete_and_loads_nothing(tmp_path: Path) -> None:
     assert not re.search(r"(?:src|href)\s*=\s*[\"']?(?!data:|#)[a-z]+:", text)
     assert "@import" not in text
     assert "url(" not in text
+
+
+def test_every_account_and_cause_of_lost_time_has_a_color() -> None:
+    script = resources.files("harness.analysis.dashboard").joinpath("page.js").read_text()
+    colors = set(
+        re.findall(r"--(\w+):", resources.files("harness.analysis.dashboard").joinpath("page.css").read_text())
+    )
+    for table, names in (("SHARES", Account), ("CAUSE_COLORS", LossCause)):
+        body = re.search(rf"const {table} = {{(.*?)}};", script, re.DOTALL)
+        assert body
+        entries = dict(re.findall(r'(\w[\w ]*)"?: "(\w+)"', body[1]))
+        assert entries.keys() == set(names)
+        assert set(entries.values()) <= colors
 
 
 def test_policy_allows_only_embedded_scripts(tmp_path: Path) -> None:
