@@ -69,7 +69,7 @@ class StaticRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         group = self._group
-        opening = open_store(group)
+        opening = connect_to_store(group)
         deadline_s = time.monotonic() + STORE_TIMEOUT_S
         while not wait([opening], timeout=POLL_S).done:
             if group.failure is not None:
@@ -109,7 +109,7 @@ class StaticRendezvous(RendezvousHandler):
         return True
 
 
-def open_store(group: NodeGroup) -> Future[TCPStore]:
+def connect_to_store(group: NodeGroup) -> Future[TCPStore]:
     """Connect to torch's store in a thread that may be left behind, and serve the store on node 0.
 
     torch limits the time of an attempt to connect, of which it makes two, but waits without a limit for the answer of a
