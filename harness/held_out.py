@@ -9,7 +9,8 @@ the host like a step report and read with a later report. Only a check during an
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from typing import final
 
 import torch
@@ -48,7 +49,8 @@ class Waiting:
 class HeldOut:
     rows: list[Batch]
     """This rank's share, in micro-batches of the training size; empty if `sentinel.held_out_rows` is 0."""
-    waiting: Waiting | None = None
+    waiting: deque[Waiting] = field(default_factory=deque)
+    """Oldest first. Each is read with the next report behind it, and at most one follows each step."""
 
     def send(self, sums: Tensor, state: RunState) -> None:
         """Start a copy of the reduced sums (loss, tokens) to the host."""
@@ -59,22 +61,21 @@ class HeldOut:
         if on_gpu:
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
-        self.waiting = Waiting(state.iteration, state.step, here, arrived)
+        self.waiting.append(Waiting(state.iteration, state.step, here, arrived))
 
     def receive(self, iteration: int) -> HeldOutMeasured | None:
-        """Return, once, the measurement that was issued before this iteration. The copy has arrived."""
-        waiting = self.waiting
-        if waiting is None or waiting.iteration >= iteration:
+        """Return, once, the oldest measurement that was issued before this iteration. The copy has arrived."""
+        if not self.waiting or self.waiting[0].iteration >= iteration:
             return None
-        self.waiting = None
+        waiting = self.waiting.popleft()
         if waiting.arrived is not None:
             waiting.arrived.synchronize()  # sync: older than a report that has arrived
         loss_sum, tokens = waiting.sums.tolist()  # sync: none, the copy is in host memory
         return HeldOutMeasured(time=time.time(), iteration=waiting.iteration, step=waiting.step, loss=loss_sum / tokens)
 
     def forget(self) -> None:
-        """Drop the pending measurement, because its weights were replaced by a restore."""
-        self.waiting = None
+        """Drop the pending measurements, because their weights were replaced by a restore."""
+        self.waiting.clear()
 
 
 def open_held_out(cfg: Config, held_out: Batches, *, world: World) -> HeldOut:

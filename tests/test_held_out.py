@@ -1,4 +1,4 @@
-"""Held-out rows must have tokens to predict."""
+"""Held-out rows must have tokens to predict. Every measurement of their loss is read once."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from harness.analysis.held_out_loss import read_held_out_rows
 from harness.config import compose
 from harness.config.errors import ConfigError
 from harness.core.rundir import RunDir
+from harness.core.state import RunState
+from harness.held_out import HeldOut
 from tests.distributed import cases
 from tests.distributed.pool import Pool
-
-pytestmark = pytest.mark.full
 
 EOD = 7
 MASKED = (
@@ -28,6 +28,21 @@ MASKED = (
 )
 
 
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_each_measurement_is_read_with_a_report_behind_it(lag: int) -> None:
+    """Also if a measurement follows every step, while older ones wait for their reports."""
+    check, read = HeldOut([]), []
+    check.send(torch.tensor([6.0, 2.0]), RunState())
+    for iteration in range(1, 9):
+        check.send(torch.tensor([3.0 * iteration, 3.0]), RunState(step=iteration, iteration=iteration))
+        if iteration > lag:
+            read.append(check.receive(iteration - lag))
+    assert [(each.iteration, each.loss) for each in read if each] == [(0, 3.0), *((n, n) for n in range(1, 8 - lag))]
+    check.forget()
+    assert check.receive(100) is None
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("key", "overrides"),
     [
