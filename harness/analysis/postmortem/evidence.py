@@ -227,6 +227,8 @@ class Evidence:
     batches: list[GuiltyBatch] = field(default_factory=list)
     cost: Cost = field(default_factory=Cost)
     numbers: IncidentNumbers = field(default_factory=IncidentNumbers)
+    reproduced: int | None = None
+    """The iteration whose step a replay reproduced; None: it was not replayed, or the replay differs from the log."""
     checkpoint: str = ""
     """The newest checkpoint on disk that was saved before the onset and is neither tainted nor damaged."""
     hypotheses: list[Hypothesis] = field(default_factory=list)
@@ -287,6 +289,7 @@ def evidence_from_tree(tree: dict[str, Any], *, path: str = "evidence.json") -> 
             batches=[_batch_from_json(batch) for batch in tree["batches"]],
             cost=Cost(**tree["cost"]),
             numbers=_numbers_from_json(tree.get("numbers", {})),
+            reproduced=tree.get("reproduced"),
             checkpoint=tree.get("checkpoint", ""),
             hypotheses=[Hypothesis(**each) for each in tree.get("hypotheses", [])],
             **lists,

@@ -32,6 +32,7 @@ from harness.analysis.postmortem.incident_numbers import AFTER_RECORDS, incident
 from harness.analysis.postmortem.recorded_batch import entropy, rarest
 from harness.analysis.replay.history import read_replay
 from harness.analysis.replay.measured_step import add_measurements
+from harness.analysis.replay.verdict import reproduced_iteration
 from harness.checkpoint.catalog import Health, list_checkpoints
 from harness.config import compose, conf_files
 from harness.config.errors import ConfigError, StorageError, require
@@ -170,7 +171,8 @@ def gather_evidence(run: RunDir, incident: Incident) -> Evidence:
     summary = summarize_incident(run, incident, log, facts)
     records = [record for record in summary.records if record.iteration <= last]
     findings = summary.findings
-    add_measurements(records, read_replay(run.incidents / folder_of(incident)) or {})
+    replayed = read_replay(run.incidents / folder_of(incident)) or {}
+    add_measurements(records, replayed)
     evidence = Evidence(
         folder=folder_of(incident),
         run=facts,
@@ -184,6 +186,7 @@ def gather_evidence(run: RunDir, incident: Incident) -> Evidence:
         numbers=summary.numbers,
         cost=summary.cost,
     )
+    evidence.reproduced = reproduced_iteration(replayed)
     evidence.checkpoint = newest_checkpoint_before(run, log, evidence.onset)
     evidence.batches = _guilty_batches(evidence, records)
     evidence.records = _thin_records(records, incident.onset, {finding.iteration for finding in findings})

@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
-from typing import final
+from typing import Any, final
 
 from harness.core.events import StepRecord
 
@@ -114,6 +114,13 @@ def classify(
     if is_same(first, logged, exactly=exactly):
         return Reproducibility.deterministic
     return Reproducibility.transient if is_faithful else Reproducibility.unknown
+
+
+def reproduced_iteration(replayed: dict[str, Any]) -> int | None:
+    """The iteration whose step the replay in a `replay.json` reproduced, from finite weights; None: it did not."""
+    has_finite_weights = not any(seen["broken_weights"] for seen in replayed.get("seen", {}).values())
+    is_reproduced = replayed.get("nature") == Reproducibility.deterministic and has_finite_weights
+    return int(replayed["iteration"]) if is_reproduced else None
 
 
 def find_origin(found: Reproducibility, here: BatchComparison, before: BatchComparison | None) -> Origin:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ from harness.analysis.postmortem.measures import measure, num_failed_recoveries,
 from harness.analysis.postmortem.rules.causes import KNOWN, Cause, CauseStatus, RuleResult
 from harness.analysis.postmortem.rules.hypotheses import RULES, rank_causes, root_cause
 from harness.analysis.postmortem.rules.remedies import REMEDIES, remedy_of, restore_commands
+from harness.analysis.replay.history import REPLAY_FILE
 from harness.checkpoint.catalog import Health, mark, name_of
 from harness.core.events import Action, ActionKind, CheckpointSaved, Event, FindingKind, RunStarted, StepRecord
 from tests.analysis.postmortem import stories
@@ -185,6 +187,34 @@ def test_changing_outlier_rank_is_not_blamed(tmp_path: Path) -> None:
     same = {ONSET + at: loud(1) for at in range(4)}
     results = {j.cause: j for j in ranked(tmp_path, log_of(same, [stories.ended(last=ONSET + 3)]))}
     assert results[Cause.corrupted_rank].score >= KNOWN
+
+
+def test_an_outlier_without_damage_is_not_known_to_be_a_corrupted_rank(tmp_path: Path) -> None:
+    """The gradient of rank 0 is large because of its rows: the update is applied, and training goes on."""
+    spread = {"median": 9.1, "spread": 8.7, "worst": [[0, 17.9], [1, 0.43]]}
+    spike = stories.finding(FindingKind.grad_spike, ONSET, "gradient norm 17.9 against at most 4", ranks=[0])
+    watch = stories.action(ActionKind.watch, ONSET)
+    end = stories.ended(kinds=["grad_spike"], verdict="harmless", actions=["watch"], ranks=[0])
+    change: stories.Change = lambda row: replace(row, grad_norm=17.9, ranks={"grad_norm": spread})  # noqa: E731
+    results = {each.cause: each for each in ranked(tmp_path, log_of({ONSET: change}, [spike, watch, end]))}
+    assert results[Cause.corrupted_rank].status is CauseStatus.possible
+
+
+@pytest.mark.parametrize("story", [stories.bad_rank, stories.one_rank])
+def test_a_step_that_a_replay_reproduces_is_no_corrupted_rank(tmp_path: Path, story: Callable[[], list[Event]]) -> None:
+    run = write(tmp_path / "run", story())
+    replayed = run.incidents / "001" / REPLAY_FILE
+    replayed.parent.mkdir(parents=True)
+
+    def status_after(nature: str, **seen: str) -> CauseStatus:
+        tree = {"iteration": ONSET, "nature": nature, "seen": {"0": {"broken_weights": "", **seen}}}
+        replayed.write_text(json.dumps(tree))
+        evidence = evidence_of(run)
+        return next(r for r in rank_causes(evidence, measure(evidence)) if r.cause is Cause.corrupted_rank).status
+
+    assert status_after("deterministic") is CauseStatus.ruled_out
+    assert status_after("transient") is CauseStatus.likely
+    assert status_after("deterministic", broken_weights="head") is CauseStatus.likely
 
 
 def test_missing_evidence_rules_nothing_out(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Each rule is a pure function of the evidence.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from harness.analysis.postmortem import measures as m
 from harness.analysis.postmortem.evidence import Evidence
@@ -13,12 +14,15 @@ from harness.analysis.postmortem.measures import Measures
 from harness.analysis.postmortem.rules.causes import Cause, Panel, Reason, RuleResult, leave_unexamined, rate_cause
 from harness.analysis.postmortem.rules.update_rules import TORN, is_ordinary
 from harness.config.optim import OptimizerKind
-from harness.core.events import FindingKind, PrecursorSignal
+from harness.core.events import FindingKind, PrecursorSignal, StepRecord
+from harness.sentinel.policy.open_incident import IncidentVerdict
 
 OVERFLOW_PRECISION = "fp16"
 """fp8 saturates instead of overflowing, and its GEMMs return bf16."""
 RANK_FACTOR = 10.0
 """A rank is an outlier if its gradient norm exceeds this many times that of the others."""
+HARMLESS_SCORE = 0.45
+"""Highest score of an outlier in a harmless incident: each rank has other rows, and rows alone can make one."""
 STALE_RATIO, STALE_BETA2 = 4.0, 0.98
 GROWN = 2.0
 """Factor by which a weight norm grows within the window to count as evidence."""
@@ -43,8 +47,10 @@ def corrupted_rank(evidence: Evidence, measures: Measures) -> RuleResult:
         again = "again and again" if kinds[0] is FindingKind.corrupting_rank else "once"
         text = f"rank {ranks} computed other bits than a second computation of the same rows, {again}"
         return rate_cause(cause, 1.0, Reason(text, Panel.ranks))
+    repeated = [record for record in measures.during if record.iteration == evidence.reproduced]
+    is_reproduced = any(r.nonfinite_ranks for r in repeated) or _outlying_rank(repeated) is not None
     broken = [record for record in measures.during if record.nonfinite_ranks]
-    if broken:
+    if broken and not is_reproduced:
         named = {rank for record in broken for rank in record.nonfinite_ranks}
         if len(named) >= world:
             if world == 1:
@@ -59,12 +65,20 @@ def corrupted_rank(evidence: Evidence, measures: Measures) -> RuleResult:
         return rate_cause(cause, 0.9, torn)
     if (transient := _transient(evidence, measures)) is not None:
         return rate_cause(cause, 0.65, transient)
-    outlier = _outlying_rank(measures)
+    if is_reproduced:
+        text = (
+            f"a replay reproduced the step of iteration {evidence.reproduced}: its values follow from data and weights"
+        )
+        return rate_cause(cause, 0.05, None, Reason(text, Panel.ranks))
+    outlier = _outlying_rank(measures.during)
     if outlier is not None:
         rank, value, usual, share = outlier
         text = f"gradient norm of rank {rank} before the reduction was {value:.3g}; of the others {usual:.3g}"
         score = min(0.55 + 0.15 * math.log10(value / max(usual, 1e-9) / RANK_FACTOR), 0.9)
-        return rate_cause(cause, score * share, Reason(text, Panel.ranks))
+        if evidence.incident.verdict != IncidentVerdict.harmless:
+            return rate_cause(cause, score * share, Reason(text, Panel.ranks))
+        against = Reason("its update was applied, and no damage followed: its rows may be the cause", Panel.ranks)
+        return rate_cause(cause, min(score * share, HARMLESS_SCORE), Reason(text, Panel.ranks), against)
     if world == 1:
         return leave_unexamined(cause, "world_size is 1: there is no rank to compare with", Panel.ranks)
     if not any(record.ranks.get("grad_norm") for record in measures.suspects):
@@ -97,10 +111,10 @@ def _transient(evidence: Evidence, measures: Measures) -> Reason | None:
     return Reason(f"{text}, after an ordinary gradient: the weights were corrupted, not the data", Panel.loss)
 
 
-def _outlying_rank(measures: Measures) -> tuple[int, float, float, float] | None:
+def _outlying_rank(records: Sequence[StepRecord]) -> tuple[int, float, float, float] | None:
     """The rank far above the others: rank, its norm, the others' norm, and its share of the rows with an outlier."""
     rows: list[tuple[int, float, float]] = []
-    for record in measures.during:
+    for record in records:
         worst = [(int(rank), float(value)) for rank, value in record.ranks.get("grad_norm", {}).get("worst", [])]
         worst = sorted((pair for pair in worst if math.isfinite(pair[1])), key=lambda pair: -pair[1])
         centre = float(record.ranks.get("grad_norm", {}).get("median", math.nan))
