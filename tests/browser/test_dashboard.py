@@ -188,6 +188,23 @@ def test_every_panel_has_a_legend_axis_titles_and_units(short_page: Page) -> Non
     assert page.evaluate(drawn_bound) == "dot"
 
 
+def test_legend_names_only_the_lines_in_range(short_page: Page) -> None:
+    legend = "element('draw-loss').previousSibling.innerText"
+    for view, is_shown in (("[350, 390]", False), ("null", True)):
+        short_page.evaluate(f"look({view})")
+        drawn(short_page)
+        assert ("gate bound" in short_page.evaluate(legend)) is is_shown
+
+
+def test_ticks_of_a_logarithmic_axis_are_labelled_with_their_values(short_page: Page) -> None:
+    short_page.evaluate(
+        "{const add = rangeOf; rangeOf = () => ({ log: true, range: [-0.5, 1.4] }); draw('grad'); rangeOf = add}"
+    )
+    labels = "[...element('draw-grad').querySelectorAll('.ytick')].map((tick) => tick.textContent)"
+    assert short_page.evaluate(labels) == ["0.5", "1", "2", "5", "10", "20"]
+    short_page.evaluate("draw('grad')")
+
+
 def test_lost_time_is_shown_by_cause(short_page: Page) -> None:
     rows = "[...document.querySelectorAll('#causes tbody tr')].map((row) => row.cells[0].innerText)"
     causes = short_page.evaluate(rows)

@@ -206,9 +206,10 @@ function figureOf(id) {
 
 function draw(id) {
   const place = element(id === "strip" ? "strip" : `draw-${id}`);
-  const isNew = !place.classList.contains("js-plotly-plot"), { traces, layout } = figureOf(id);
+  const isNew = !place.classList.contains("js-plotly-plot"), { traces, layout, unseen } = figureOf(id);
   if (paper.isPrinting) Object.assign(layout, { width: place.clientWidth, height: place.clientHeight });
   Plotly.react(place, traces, layout, { displayModeBar: false, responsive: true, doubleClick: false });
+  if (unseen) for (const entry of place.previousSibling.children) entry.hidden = unseen.includes(entry.dataset.name);
   if (isNew) {
     place.on("plotly_relayout", (change) => {
       const range = change["xaxis.range"] || (change["xaxis.range[0]"] !== undefined && [change["xaxis.range[0]"], change["xaxis.range[1]"]]);
@@ -245,12 +246,12 @@ function look(view) {
   drawAll();
 }
 
-// What each line of a panel is; a heat map has a labelled colour bar instead.
+// What each line of a panel is. Drawing hides the entries of lines that are outside the range; a heat map has a labelled colour bar instead.
 function legend(panel) {
   const present = (panel.heat ? [] : linesOf(state, panel)).filter((line) => line.column in state.tables[line.table || panel.table].columns);
   const swatch = (line) => (line.mode === "markers" ? make("b", { style: { color: `var(--${line.color})` } }, "●")
     : make("b", { class: "line", style: { borderTop: `${line.filled ? 8 : 2}px ${line.dash === "dot" ? "dotted" : "solid"} var(--${line.color})` } }));
-  return make("ul", { class: "key legend" }, ...present.map((line) => make("li", {}, swatch(line), line.name)));
+  return make("ul", { class: "key legend" }, ...present.map((line) => make("li", { "data-name": line.name }, swatch(line), line.name)));
 }
 
 function layPanels() {

@@ -177,10 +177,20 @@ function rangeOf(state, panel, traces) {
 }
 
 // An axis with that range; a logarithmic one has a tick at each decade, or at 1, 2 and 5 if it spans few decades.
+// Plotly labels its own ticks between decades with the first digit alone, so these are given as values.
 function scaled({ log, range }) {
-  const decades = range[1] - range[0];
-  return log ? { type: "log", range, tickmode: "linear", dtick: decades < 2 ? "D2" : Math.ceil(decades / 4) } : { type: "linear", range, tickmode: "auto" };
+  if (!log) return { type: "linear", range, tickmode: "auto" };
+  const [first, last] = range, decades = last - first;
+  if (decades >= 2) return { type: "log", range, tickmode: "linear", dtick: Math.ceil(decades / 4) };
+  const powers = Array.from({ length: Math.ceil(last) - Math.floor(first) }, (_, i) => Math.floor(first) + i);
+  return { type: "log", range, tickmode: "array", tickvals: powers.flatMap((power) => [1, 2, 5].map((digit) => Number(`${digit}e${power}`))) };
 }
+
+// Whether any value of a line is in the range of its axis.
+const isInRange = (trace, { log, range }) => trace.y.some((y) => {
+  const place = log ? Math.log10(y) : y;
+  return y !== null && place >= range[0] && place <= range[1];
+});
 
 // The lines of a panel; one with `each` has a line for every column of its table, in these colours.
 const linesOf = (state, panel) => panel.each
@@ -210,8 +220,9 @@ function lineFigure(state, panel) {
   }
   layout.yaxis3 = { overlaying: layout.yaxis2 ? "y2" : "y", range: [0, 1], visible: false, fixedrange: true };
   layout.shapes = shapes(state);
+  const unseen = traces.filter((trace) => trace.optional && !isInRange(trace, left)).map((trace) => trace.name);
   traces.push(marksTrace(state, (mark) => (mark.kind === "refused" ? 0.02 : 0.98)));
-  return { traces, layout };
+  return { traces, layout, unseen };
 }
 
 function heatFigure(state, panel) {
