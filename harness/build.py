@@ -183,7 +183,7 @@ def build(
         batches=batches,
         held_out=held_out,
         check=open_held_out(cfg, held_out, world=world),
-        planned=PlannedChanges(cfg, ledger),
+        planned=PlannedChanges(cfg, ledger, batches.later_stretches),
         ledger=ledger,
         ring=ring,
         checkpoints=CheckpointManager(cfg, run.checkpoints, ring=ring, world=world, is_stopping=is_stopping),

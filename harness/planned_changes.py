@@ -3,18 +3,19 @@
 A data phase that the user configured raises the loss like a bad batch does, but it is known in advance. A window
 follows each planned change: a phase of `data.phases`, a larger batch (`train.batch_size_warmup`), another precision
 (`precision.phases`), a source switched off by the policy, batches given back (both in the ledger), different data,
-another batch size or another base of RoPE after `run.resume=changed`, and the step at which a WSD schedule begins to
-decay. Windows follow from config, ledger, cursor and the recorded interventions, which all ranks share, so all ranks
+another batch size or another base of RoPE after `run.resume=changed`, the batch at which a source reaches files that
+were added, that of its next pass over all its files, and the step at which a WSD schedule begins to decay. Windows follow from config, ledger, cursor and the recorded interventions, which all ranks share, so all ranks
 widen the bounds of the same steps, also after a restart within a window.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
+from harness.config.data import may_change_next_batch
 from harness.config.optim import SCHEDULE_KEYS, ScheduleKind
 from harness.config.schema import Config
 from harness.core.events import ChangePlanned, Event, Intervention
@@ -31,8 +32,9 @@ class Window(NamedTuple):
     by_step: bool = False
 
 
-def windows(cfg: Config, ledger: Ledger) -> list[Window]:
-    """List the windows of all changes in the config and in the ledger."""
+def windows(cfg: Config, ledger: Ledger, of_files: Iterable[tuple[int, str]] = ()) -> list[Window]:
+    """List the windows of all changes in the config, in the ledger and in the files of sources; `of_files` has the
+    first batch and the reason of the latter."""
     length, train = cfg.sentinel.planned_batches, cfg.train
     if length == 0:
         return []
@@ -44,6 +46,7 @@ def windows(cfg: Config, ledger: Ledger) -> list[Window]:
     starts += [(phase.from_batch, f"precision.phases switches to {phase.kind}") for phase in cfg.precision.phases]
     starts += [(entry.from_batch, "the ledger changes the weights of sources") for entry in ledger.reweightings]
     starts += [(entry.from_batch, "batches are given back") for entry in ledger.revocations if not entry.is_repeat]
+    starts += of_files
     found = [Window(first, first + length, reason) for first, reason in starts if first > 0]
     if cfg.optim.schedule is ScheduleKind.wsd and cfg.optim.decay_steps:
         knee = train.num_steps - cfg.optim.decay_steps
@@ -67,12 +70,17 @@ REASONS = {
 """Beginning of the changed config keys -> what the change is."""
 
 
+def is_data_change(key: str, prefix: str) -> bool:
+    """Whether a changed key begins with this prefix of `REASONS` and may change the next batch."""
+    return key.startswith(prefix) and (prefix != "data." or may_change_next_batch(key))
+
+
 def newest_data_change(interventions: Sequence[Intervention], logged: Iterable[Event]) -> DataChange | None:
     """The newest resume with other data, another batch size or another base of RoPE, by the interventions and the log
     of the run."""
     for event in reversed(interventions):
         for prefix, reason in REASONS.items():
-            if any(key.startswith(prefix) for key in event.changes):
+            if any(is_data_change(key, prefix) for key in event.changes):
                 announced = [
                     later.until
                     for later in logged
@@ -95,6 +103,8 @@ class PlannedChanges:
 
     cfg: Config
     ledger: Ledger
+    changes_of_files: Callable[[], Iterable[tuple[int, str]]] = tuple
+    """The batches at which the files of a source change, by the ledger as it is now, and the reasons."""
     known: list[Window] = field(default_factory=list)
     revision: int = -1
     """Revision of the ledger that `known` was computed from."""
@@ -114,7 +124,8 @@ class PlannedChanges:
         Of two that begin together it is that of the resume, which a later start finds by its announcement.
         """
         if self.ledger.revision != self.revision:
-            self.known, self.revision = windows(self.cfg, self.ledger), self.ledger.revision
+            self.known = windows(self.cfg, self.ledger, self.changes_of_files())
+            self.revision = self.ledger.revision
         places = ((each, state.step if each.by_step else cursor) for each in (*self.resumed, *self.known))
         open_now = [each for each, place in places if each.first <= place < each.end]
         return max(open_now, key=lambda each: each.first, default=None)

@@ -34,7 +34,7 @@ def announced(iteration: int, until: int, reason: str) -> ChangePlanned:
 def test_the_newest_resume_with_other_data_is_found_with_its_window() -> None:
     data, size = REASONS["data."], REASONS["train.batch_size"]
     changes = [
-        changed(10, "data.sources.main.paths"),
+        changed(10, "data.sources.main.weight"),
         changed(40, "train.batch_size", "optim.lr"),
         changed(60, "optim.lr"),
     ]
@@ -71,3 +71,12 @@ def test_the_window_of_a_resume_stays_where_it_was_announced() -> None:
     assert [planned.at(cursor, state) is not None for cursor in range(6, 12)] == [False, True, True, True, False, False]
     planned.resume(DataChange("other", 10), 9)
     assert [planned.at(cursor, state) is not None for cursor in range(6, 12)] == [False, True, True, True, False, False]
+
+
+def test_files_that_were_added_open_a_window_where_they_are_read() -> None:
+    """The resume itself reads the batches that it would have read without them."""
+    added = changed(10, "data.sources.main.paths", "data.sources.main.files", "data.remote.cache_gb")
+    assert newest_data_change([added], []) is None
+    cfg, state = load(["sentinel.planned_batches=3"]), RunState()
+    planned = PlannedChanges(cfg, Ledger(), lambda: [(7, "source main begins with its added files")])
+    assert [cursor for cursor in range(12) if planned.at(cursor, state) is not None] == [7, 8, 9]

@@ -108,6 +108,16 @@ def test_an_added_file_is_read_after_the_current_pass(shards: Path, name: str) -
     after = windows(cfg, read_recorded_data(run), range(36))
     assert after[: len(before)] == before
     assert len(set(after[: num_train + 99])) == num_train + 99
+    train, held_out = open_data(
+        cfg, rank=0, world_size=1, device=CPU, ledger=Ledger(), recorded=read_recorded_data(run)
+    )
+    begins = "source main begins "
+    assert train.later_stretches() == [
+        (num_train // 8, begins + "with its added files"),
+        ((num_train + 99) // 8, begins + "a pass over old and added files"),
+    ]
+    train.close()
+    held_out.close()
     assert {path for path, _ in after[num_train : num_train + 99]} == {f"{shards}/{name}"}
 
 

@@ -29,6 +29,12 @@ class TokenDtype(StrEnum):
     int64 = "int64"
 
 
+def may_change_next_batch(key: str) -> bool:
+    """Whether a resume with another value of this key of `data` may give the next batch other tokens. Added files are
+    read after the current pass, moved files contain the same, and `data.remote` is about a cache."""
+    return key.startswith("data.") and not key.startswith("data.remote.") and not key.endswith((".paths", ".files"))
+
+
 @dataclass(slots=True, kw_only=True)
 class SyntheticConfig:
     """A generated corpus with Zipf-distributed tokens and a tail of rare tokens."""

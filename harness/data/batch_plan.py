@@ -102,6 +102,16 @@ class BatchPlan:
         index, _, number = min((*end, number) for number, end in enumerate(ends) if end is not None)
         return index, number
 
+    def later_stretches(self) -> list[tuple[int, str]]:
+        """The first batch with a sample of each later stretch of a source, and what begins there."""
+        found = [
+            (self.mixture.find(number, stretch.from_turn), source.name, stretch.is_of_added)
+            for number, source in enumerate(self._sources)
+            for stretch in source.later
+        ]
+        whats = {True: "begins with its added files", False: "begins a pass over old and added files"}
+        return [(place[0], f"source {name} {whats[is_of_added]}") for place, name, is_of_added in found if place]
+
     def stratify_report(self) -> StratifyReport | None:
         """What the limit on rare tokens applies to; None: there is no limit."""
         return None if self._stratified is None else self._stratified.report()

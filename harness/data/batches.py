@@ -193,6 +193,13 @@ class Batches:
         index, number = self._plan.first_repeat()
         return index, self.sources[number]
 
+    def later_stretches(self) -> list[tuple[int, str]]:
+        """The batches at which a source begins with files that were added, or a pass over all its files, by the ledger
+        as it is now; and what begins there."""
+        if not self._plan.is_current:
+            self._apply_ledger()
+        return self._plan.later_stretches()
+
     @property
     def sequence_length(self) -> int:
         """Tokens that a row predicts."""

@@ -60,6 +60,11 @@ class Stretch(NamedTuple):
     def num_samples(self) -> int:
         return sum(map(len, self.parts))
 
+    @property
+    def is_of_added(self) -> bool:
+        """Whether it contains only samples of files that were added, not those before them too."""
+        return self.number % 2 == 1
+
 
 def samples_in(turns: NDArray[np.int64], stretches: Sequence[Stretch], *, seed: int) -> NDArray[np.int64]:
     """The samples of a source at these turns, over all its stretches."""

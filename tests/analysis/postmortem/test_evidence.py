@@ -18,6 +18,7 @@ from harness.analysis.postmortem.evidence import (
     RunFacts,
 )
 from harness.analysis.postmortem.rules.causes import Cause
+from harness.analysis.postmortem.rules.data_rules import find_planned_change
 from harness.config.errors import ConfigError
 from tests.analysis.postmortem import stories
 
@@ -67,3 +68,10 @@ def test_batch_that_differs_from_disk_is_changed() -> None:
     assert GuiltyBatch(index=1, fingerprint="ab", reread="cd").is_changed
     assert not GuiltyBatch(index=1, fingerprint="ab", reread="ab").is_changed
     assert not GuiltyBatch(index=1, fingerprint="ab").is_changed
+
+
+@pytest.mark.parametrize(("key", "is_change"), [("files", False), ("paths", False), ("weight", True)])
+def test_files_that_are_read_later_are_no_change_of_the_data(tmp_path: Path, key: str, is_change: bool) -> None:
+    resumed = stories.changed_config(stories.ONSET - 1, **{f"data__sources__main__{key}": [1, 2]})
+    evidence = stories.evidence_of(stories.write(tmp_path / "run", [*stories.poisoned(), resumed]))
+    assert (find_planned_change(evidence) is not None) == is_change

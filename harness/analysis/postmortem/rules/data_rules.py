@@ -11,6 +11,7 @@ from harness.analysis.postmortem.measures import Measures
 from harness.analysis.postmortem.rare_tokens import RARE_FACTOR as RARE_FACTOR
 from harness.analysis.postmortem.rare_tokens import embedding_activation, embedding_share, flag_tokens, heavy_tail
 from harness.analysis.postmortem.rules.causes import Cause, Panel, Reason, RuleResult, leave_unexamined, rate_cause
+from harness.config.data import may_change_next_batch
 from harness.core.events import ABOUT_SPEED, ActionKind, ChangePlanned, FindingKind, Intervention, StepRecord
 
 GRAD_SPIKE, LONG_TAIL_GRAD = 5.0, 30.0
@@ -50,10 +51,10 @@ def find_planned_change(evidence: Evidence) -> str | None:
             return f"data.phases changes the weights of the sources from batch {start} on; the onset is batch {first}"
     for event in evidence.of(ChangePlanned):
         is_before = first is not None and event.cursor <= first < event.cursor + PLANNED_BEFORE
-        if is_before and any(word in event.reason for word in ("weights", "phase", "different data")):
+        if is_before and any(word in event.reason for word in ("weights", "phase", "different data", "files")):
             return f"{event.reason} at batch {event.cursor}; the onset is batch {first}"
     for event in evidence.of(Intervention):
-        keys = [key for key in event.changes if key.startswith("data.")]
+        keys = [key for key in event.changes if may_change_next_batch(key)]
         if keys and evidence.onset - PLANNED_BEFORE <= event.iteration <= evidence.onset:
             return f"{event.reason} changed {', '.join(keys[:MOST_NAMED])} at iteration {event.iteration}"
     return None
