@@ -1,7 +1,7 @@
 """Draws `loss.png` from the event log: loss above, gradient norm and learning rate below.
 
 NaN and Inf are gaps, rejected updates are marks on the axis, an empty log gives empty axes. The x axis is the
-iteration, which never decreases; dotted lines are resumes.
+iteration, which never decreases; dotted lines are resumes. The legend is above the axes, where no line runs through it.
 Time and memory are bounded: from a log with more than `BUDGET_BYTES` of ordinary steps a sample is drawn
 (`harness.telemetry.log_index`). It has every evaluation, resume and rejected update, and the extremes of each block.
 """
@@ -21,6 +21,7 @@ from harness.telemetry.log_index import PLAIN, sample_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 INK, GRID = "#24292f", "#e6e8eb"
 BLUE, LIGHT_BLUE, ORANGE, RED, GREY = "#2563a8", "#a9c8e8", "#e07b1f", "#c8322b", "#7d8590"
@@ -48,17 +49,22 @@ class Curves:
 
 def draw(events: Path, out: Path) -> None:
     """Draw the log `events` and write the picture to `out` (PNG)."""
-    from matplotlib.figure import Figure
-
-    curves = collect(events)
-    figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained", facecolor="white")
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[1.9, 1])
-    figure.suptitle(out.resolve().parent.name, x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
-    _draw_loss(top, curves)
-    _draw_gradient(bottom, curves)
+    figure = figure_of(collect(events), title=out.resolve().parent.name)
     scratch = out.with_name(f".{out.name}.tmp")
     figure.savefig(scratch, format="png")
     scratch.replace(out)
+
+
+def figure_of(curves: Curves, *, title: str) -> Figure:
+    """The two panels of a run."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained", facecolor="white")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[1.9, 1])
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
+    _draw_loss(top, curves)
+    _draw_gradient(bottom, curves)
+    return figure
 
 
 def collect(events: Path) -> Curves:
@@ -125,9 +131,17 @@ def _draw_loss(axes: Axes, curves: Curves) -> None:
             label="held out",
             zorder=4,
         )
-    axes.set_ylabel("loss", color=INK)
+    axes.set_ylabel("loss (nats per token)", color=INK)
     _style_axes(axes, curves)
-    axes.legend(frameon=False, fontsize=8.5, labelcolor=INK, ncols=4, loc="upper right")
+    axes.legend(
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.0),
+        borderaxespad=0.2,
+        ncols=5,
+        frameon=False,
+        fontsize=8.5,
+        labelcolor=INK,
+    )
 
 
 def _draw_gradient(axes: Axes, curves: Curves) -> None:
@@ -158,8 +172,9 @@ def _style_axes(axes: Axes, curves: Curves) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(GREY)
     axes.tick_params(length=0, labelsize=8.5, colors=INK)
-    for iteration in curves.resumed:
-        axes.axvline(iteration, color=GREY, linewidth=1.0, linestyle=":")
+    for index, iteration in enumerate(curves.resumed):
+        label = "resumed" if index == 0 else None
+        axes.axvline(iteration, color=GREY, linewidth=1.0, linestyle=":", label=label)
     if curves.refused:
         transform = axes.get_xaxis_transform()
         at_the_bottom = [0.0] * len(curves.refused)

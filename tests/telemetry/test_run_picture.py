@@ -12,7 +12,7 @@ import pytest
 
 from harness.core.events import EvalRecord, Event, RunStarted, StepRecord
 from harness.telemetry.event_log import EventLog
-from harness.telemetry.run_picture import collect, draw, smooth
+from harness.telemetry.run_picture import Curves, collect, draw, figure_of, smooth
 
 MakeStep = Callable[..., StepRecord]
 RED = (0xC8, 0x32, 0x2B)
@@ -86,6 +86,32 @@ def test_the_series_of_a_log(tmp_path: Path, make_step: MakeStep, started: RunSt
     assert math.isnan(curves.losses[0])
     assert curves.losses[1:] == [3.0]
     assert (curves.refused, curves.resumed) == ([0], [1])
+
+
+def test_every_line_of_the_loss_is_in_the_legend_above_the_axes() -> None:
+    curves = Curves(
+        iterations=[1, 2, 3],
+        losses=[3.0, 2.0, 1.0],
+        grad_norms=[1.0] * 3,
+        rates=[1e-3] * 3,
+        refused=[2],
+        resumed=[1, 2],
+    )
+    curves.eval_iterations, curves.eval_losses = [3], [1.5]
+    figure = figure_of(curves, title="tiny")
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    legend = axes.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "each step",
+        "smoothed",
+        "held out",
+        "resumed",
+        "rejected",
+    ]
+    assert legend.get_window_extent().y0 >= axes.get_window_extent().y1
+    assert axes.get_ylabel() == "loss (nats per token)"
 
 
 def test_smoothing_keeps_a_constant_and_ignores_gaps() -> None:
