@@ -4,8 +4,9 @@ A data phase that the user configured raises the loss like a bad batch does, but
 follows each planned change: a phase of `data.phases`, a larger batch (`train.batch_size_warmup`), another precision
 (`precision.phases`), a source switched off by the policy, batches given back (both in the ledger), different data,
 another batch size or another base of RoPE after `run.resume=changed`, the batch at which a source reaches files that
-were added, that of its next pass over all its files, and the step at which a WSD schedule begins to decay. Windows follow from config, ledger, cursor and the recorded interventions, which all ranks share, so all ranks
-widen the bounds of the same steps, also after a restart within a window.
+were added, that of its next pass over all its files, and the step at which a WSD schedule begins to decay. Windows
+follow from config, ledger, cursor and the recorded interventions, which all ranks share, so all ranks widen the bounds
+of the same steps, also after a restart within a window.
 """
 
 from __future__ import annotations

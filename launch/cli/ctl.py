@@ -60,7 +60,8 @@ RUN is a run directory, such as runs/first. Commands:
   stop                     save a checkpoint and exit with 75, or with 0 after the last step
   list                     list pending commands and recent interventions
 
-Commands about data first print what they would exclude or change; --dry-run sends nothing. A..B includes both ends.
+Commands about data first print what they would exclude or change; --dry-run sends nothing and
+needs no reason. A..B includes both ends.
 RUN/interventions.jsonl records who sent a command, when, why, and its result. Examples:
   harness ctl runs/first skip --batches 12140..12160 --reason "repeated boilerplate from shard 17"
   harness ctl runs/first rollback --to 12000 --exclude 12090..12110 --reason "loss floor moved up after 12100" --wait
@@ -125,7 +126,7 @@ def main(argv: Sequence[str]) -> int:
             case [run, "stop", *arguments]:
                 return send_stop(RunDir(Path(run)), parser_of_command("stop").parse_args(arguments))
             case [run, name, *arguments] if name in DESCRIPTIONS:
-                return send_command(RunDir(Path(run)), name, parser_of_command(name).parse_args(arguments))
+                return send_command(RunDir(Path(run)), name, parse_arguments(name, arguments))
             case [_, unknown, *_]:
                 raise ConfigError("ctl", f"unknown command {unknown!r}; choose {COMMANDS}, or --help")
             case [_]:
@@ -138,6 +139,12 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         print(f"harness: {error.filename}: {error.strerror}", file=sys.stderr)
         return EXIT_BAD_CONFIG
+
+
+def parse_arguments(name: str, arguments: Sequence[str]) -> Namespace:
+    """The arguments of a command. A dry run records nothing, so it needs no reason."""
+    is_dry_run = name in ABOUT_DATA and "--dry-run" in arguments
+    return parser_of_command(name).parse_args([*(["--reason", "dry run"] if is_dry_run else []), *arguments])
 
 
 def send_command(run: RunDir, name: str, args: Namespace) -> int:

@@ -262,7 +262,7 @@ def test_a_dry_run_prints_the_effect_and_sends_nothing(
 ) -> None:
     write_log(run, STARTED)
     Ledger.load(run.ledger).exclude(5, 7, "incident 1")
-    assert ctl.main([str(run.path), *args.split(), *REASON, "--dry-run"]) == 0
+    assert ctl.main([str(run.path), *args.split(), "--dry-run"]) == 0
     effect, nothing = capsys.readouterr().out.splitlines()
     assert effect.startswith(f"{args.split()[0]} ")
     assert nothing == "dry run: nothing was sent"
@@ -477,7 +477,7 @@ def test_a_user_without_a_name_is_recorded_by_uid(
 def test_a_listed_rollback_target_survives_the_next_prune(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     """`rollback --dry-run` lists step 10; retention would delete it when step 30 is good."""
     write_log(run, STARTED)
-    assert ctl.main([str(run.path), "rollback", "--to", "10", "--dry-run", *REASON]) == 0
+    assert ctl.main([str(run.path), "rollback", "--to", "10", "--dry-run"]) == 0
     run.config.write_text(run.config.read_text() + "checkpoint: {keep: 2}\n")
     for step in (30, 40):
         (run.checkpoints / catalog.name_of(step, 0)).mkdir()
