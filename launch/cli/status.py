@@ -115,7 +115,7 @@ class Status:
     reason: str
     ranks: list[RankStatus]
     slow: list[str]
-    """The sentinel's recent findings about slow ranks."""
+    """The sentinel's recent findings about speed."""
     excluded: list[NodeExclusion]
     """Machines that are out because of their faults; the next start of a Slurm job excludes them."""
     is_restarting: bool = False
@@ -230,9 +230,9 @@ def excluded_nodes(run: RunDir, *, now: float) -> list[NodeExclusion]:
 
 
 def recent_slow_findings(run: RunDir, iteration: int) -> list[str]:
-    """The sentinel's recent findings about slow ranks."""
+    """The sentinel's recent findings about speed, with their kinds."""
     return [
-        f"iteration {event.iteration}: {event.message}"
+        f"iteration {event.iteration}: {event.kind}: {event.message}"
         for event in tail(run.events, RECENT_BYTES)
         if isinstance(event, Finding) and event.kind in ABOUT_SPEED and event.iteration > iteration - RECENT_ITERATIONS
     ]

@@ -152,8 +152,8 @@ def test_recent_findings_about_slow_ranks_are_shown(run: RunDir) -> None:
                 ranks=[1],
             )
             log.write(to_json(finding) + "\n")
-    assert render(read_run_status(run, now=NOW)).splitlines()[-1] == "iteration 100: rank 1 is slow"
-    assert read_run_status(run, now=NOW).slow == ["iteration 100: rank 1 is slow"]
+    assert render(read_run_status(run, now=NOW)).splitlines()[-1] == "iteration 100: slow: rank 1 is slow"
+    assert read_run_status(run, now=NOW).slow == ["iteration 100: slow: rank 1 is slow"]
 
 
 def test_a_run_that_has_not_started(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
