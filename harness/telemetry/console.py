@@ -51,8 +51,10 @@ REFRESH_EVERY_S = 0.1
 
 @dataclass(slots=True, kw_only=True)
 class RunTotals:
-    """Totals of a run, for the closing lines."""
+    """Totals of a start of a run, for the closing lines."""
 
+    first_step: int = 0
+    """The step at which the start began; more than 0 if it resumed."""
     first_loss: float | None = None
     last_loss: float | None = None
     eval_loss: float | None = None
@@ -60,6 +62,8 @@ class RunTotals:
 
     def count(self, event: Event) -> None:
         match event:
+            case RunStarted():
+                self.first_step = event.step
             case StepRecord():
                 self.first_loss = event.loss if self.first_loss is None else self.first_loss
                 self.last_loss = event.loss
@@ -73,12 +77,13 @@ class RunTotals:
 def closing_lines(run: RunDir, totals: RunTotals, *, tracking_uri: str | None, is_sent: bool) -> str:
     """The last lines of a run: losses, directory, picture, and the command that opens MLflow."""
     rows: list[tuple[str, str]] = []
+    since = f" since step {totals.first_step}" if totals.first_step else ""
     if totals.first_loss is not None and totals.last_loss is not None:
-        rows.append(("loss", f"{totals.first_loss:.4f} -> {totals.last_loss:.4f}"))
+        rows.append(("loss", f"{totals.first_loss:.4f} -> {totals.last_loss:.4f}{since}"))
     if totals.eval_loss is not None:
         rows.append(("eval loss", f"{totals.eval_loss:.4f}"))
     if totals.num_refused:
-        rows.append(("rejected", f"{totals.num_refused} updates"))
+        rows.append(("rejected", f"{totals.num_refused} updates{since}"))
     rows.append(("run", _short(run.path)))
     if run.picture.exists():
         rows.append(("picture", _short(run.picture)))

@@ -208,8 +208,22 @@ def test_the_closing_lines(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, t
         "mlflow     .venv/bin/mlflow ui --backend-store-uri sqlite:///runs/mlflow.db",
         "send rest  .venv/bin/python -m harness.telemetry.sinks runs/tiny-1",
     ]
+    totals.first_step = 40
+    assert closing_lines(run, totals, tracking_uri=None, is_sent=True).splitlines()[:3] == [
+        "loss       5.5000 -> 2.2500 since step 40",
+        "eval loss  2.5000",
+        "rejected   1 updates since step 40",
+    ]
     run.picture.unlink()
     assert closing_lines(run, RunTotals(), tracking_uri=None, is_sent=True).splitlines() == ["run  runs/tiny-1"]
+
+
+@pytest.mark.parametrize("step", [0, 40])
+def test_the_totals_begin_with_the_start(started: RunStarted, make_step: MakeStep, step: int) -> None:
+    totals = RunTotals()
+    for event in (replace(started, step=step), make_step(step + 1), make_step(step + 2)):
+        totals.count(event)
+    assert totals.first_step == step
 
 
 def test_the_command_that_opens_a_store_hides_credentials() -> None:
