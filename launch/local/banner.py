@@ -47,7 +47,7 @@ def banner_rows(cfg: Config, log: list[Event], *, nproc: int, num_nodes: int, is
     stages = [f"{stage.batch_size:,} before batch {stage.until_batch:,}" for stage in train.batch_size_warmup]
     warmup = f"; warm-up: {', '.join(stages)}" if stages else ""
     step = last_step(log)
-    resumes = f"resumes near step {step:,}" if step else "new"
+    resumes = f"resumes from the newest state up to step {step:,}" if step else "new"
     return {
         "model": f"{cfg.model.name}, {parameters_text(num_parameters(cfg.model))} parameters",
         "batch": f"{train.batch_size:,} sequences of {train.sequence_length:,} = {tokens:,} tokens a step{warmup}",
@@ -176,7 +176,8 @@ def finished_line(cfg: Config) -> str:
     is_done = isinstance(last, RunEnded) and last.exit_code == EXIT_DONE and last.step >= cfg.train.num_steps
     if not is_done or not has_checkpoint(run):
         return ""
-    return (
-        f"{run.path}: all {cfg.train.num_steps:,} steps are done; nothing to do. To train longer, add "
-        f"train.num_steps=N run.resume=changed"
-    )
+    num_steps = cfg.train.num_steps
+    done = f"all {num_steps:,} steps are done"
+    if last.step > num_steps:
+        done = f"{last.step:,} steps are done, more than train.num_steps={num_steps}"
+    return f"{run.path}: {done}; nothing to do. To train longer, add train.num_steps=N run.resume=changed"

@@ -73,6 +73,12 @@ def test_the_banner_fits_into_a_terminal(width: int) -> None:
     assert (len(lines) > len(LABELS)) is (width == 60)
 
 
+def test_a_resume_names_the_newest_state_it_may_begin_from(tmp_path: Path) -> None:
+    """Snapshots in memory need the same number of ranks, so it may be an older checkpoint."""
+    rows = banner_rows(config(tmp_path), [started(), ended(57, exit_code=75)], nproc=1, num_nodes=1, is_gpu=False)
+    assert rows["run"] == f"{tmp_path}/first (resumes from the newest state up to step 57)"
+
+
 def test_sentinel_presets_and_changes_are_named() -> None:
     assert sentinel_preset(load().sentinel) == "default"
     strict = load(["sentinel=strict"]).sentinel
@@ -102,6 +108,8 @@ def test_only_a_finished_run_has_nothing_to_do(tmp_path: Path) -> None:
     write_log(cfg, started(), ended(200))
     assert finished_line(cfg).startswith(f"{tmp_path}/first: all 200 steps are done; nothing to do.")
     assert finished_line(config(tmp_path, "train.num_steps=300", "run.resume=changed")) == ""
+    shorter = finished_line(config(tmp_path, "train.num_steps=100", "run.resume=changed"))
+    assert shorter.startswith(f"{tmp_path}/first: 200 steps are done, more than train.num_steps=100; nothing to do.")
     locate(cfg).events.write_text("".join(f"{to_json(event)}\n" for event in (started(), ended(150, exit_code=75))))
     assert finished_line(cfg) == ""
     locate(cfg).events.write_text("".join(f"{to_json(event)}\n" for event in (started(), ended(200), started(200))))
