@@ -10,12 +10,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MOST_COLUMNS = 4096
 SIZE_INCHES, DOTS_PER_INCH = (9.0, 4.2), 150
 INK, GRID, BLUE, ORANGE, RED = "#24292f", "#e6e8eb", "#2563a8", "#e07b1f", "#c8322b"
 MARGIN = 0.08
+WHOLE_WITHIN = 4.0
+"""The first losses are in the picture if the axis then is at most this many times as high as without them."""
 
 
 class MarkedIncident(Protocol):
@@ -71,6 +76,11 @@ class Trace:
 
 def draw(trace: Trace, incidents: Sequence[MarkedIncident], out: Path, *, title: str) -> None:
     """Write the picture to `out` (PNG)."""
+    figure_of(trace, incidents, title=title).savefig(out, format="png")
+
+
+def figure_of(trace: Trace, incidents: Sequence[MarkedIncident], *, title: str) -> Figure:
+    """The loss of a log with its incidents."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained", facecolor="white")
@@ -93,16 +103,19 @@ def draw(trace: Trace, incidents: Sequence[MarkedIncident], out: Path, *, title:
             fontsize=7,
             color=color,
         )
-    axes.set_ylim(*_view(lows, highs))
+    bottom, top = _view(lows, highs)
+    axes.set_ylim(bottom, top)
+    highest = max((high for high in highs if high == high), default=top)
+    cut = f" (the first losses, up to {highest:.4g}, are above the picture)" if highest > top else ""
     axes.set_title(f"{title}: {len(incidents)} incidents", loc="left", fontsize=11, fontweight="bold", color=INK)
-    axes.set_xlabel("step", color=INK)
+    axes.set_xlabel(f"step{cut}", color=INK)
     axes.set_ylabel("loss", color=INK)
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.tick_params(length=0, labelsize=8.5, colors=INK)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    figure.savefig(out, format="png")
+    return figure
 
 
 def _merge(first: tuple[int, float, float], second: tuple[int, float, float]) -> tuple[int, float, float]:
@@ -112,8 +125,11 @@ def _merge(first: tuple[int, float, float], second: tuple[int, float, float]) ->
 
 
 def _view(lows: Sequence[float], highs: Sequence[float]) -> tuple[float, float]:
-    """Range of the y axis: from the lowest loss to the highest after the first tenth, where the loss falls steeply."""
-    later = sorted(high for high in highs[len(highs) // 10 :] if high == high) or [1.0]
-    bottom, top = min((low for low in lows if low == low), default=0.0), later[-1]
+    """Range of the y axis: all losses; without those of the first tenth, where the loss falls steeply, if they would
+    take most of it."""
+    later = max((high for high in highs[len(highs) // 10 :] if high == high), default=1.0)
+    bottom = min((low for low in lows if low == low), default=0.0)
+    whole = max((high for high in highs if high == high), default=later)
+    top = whole if whole - bottom <= WHOLE_WITHIN * (later - bottom) else later
     margin = MARGIN * max(top - bottom, 1e-3)
     return bottom - margin, top + margin
