@@ -7,7 +7,7 @@ import pytest
 from harness.analysis.judge.judge_picture import Trace, figure_of
 
 
-@pytest.mark.parametrize(("first", "is_whole"), [(5.6, True), (60.0, False)])
+@pytest.mark.parametrize(("first", "is_whole"), [(5.0, True), (60.0, False)])
 def test_first_losses_are_in_the_picture_or_it_says_that_they_are_not(first: float, is_whole: bool) -> None:
     trace = Trace()
     for step in range(100):
