@@ -354,8 +354,8 @@ class Policy:
     def _needs_cure(self, incident: OpenIncident) -> bool:
         """Whether a cure follows: after a skip always, after a restore if restores recur or failed before."""
         state = self.policy_state
-        if FindingKind.corrupting_rank in incident.kinds:
-            return False  # neither the learning rate nor the data is to blame
+        if FindingKind.corrupting_rank in incident.kinds:  # neither the learning rate nor the data is to blame
+            return self._can_fall_back(incident)
         if not incident.is_treated or incident.rung >= Rung.cure or self._can_fall_back(incident):
             return True
         if FindingKind.scale_collapse in incident.kinds:

@@ -52,6 +52,19 @@ def test_a_corrupting_rank_is_restored_once_and_then_halts_without_a_cure() -> N
     assert "restart without its machine" in halt.reason
 
 
+def test_fp8_that_does_not_fit_is_left_also_after_a_corrupting_rank() -> None:
+    run = Run()
+    run.iterate_clean(150)
+    rewind = run.iterate(F.corrupting_rank)
+    assert rewind is not None
+    assert run.restore(rewind, steps=5) is None
+    run.iterate_clean(10)
+    left = run.iterate(F.fp8_range)
+    assert left is not None
+    assert (left.kind, left.in_fp8) == (K.precision, False)
+    assert run.fail(left) is None, "neither cool nor swap"
+
+
 def test_a_preset_that_only_logs_watches_corruption() -> None:
     run = Run(replace(defaults(), actions=AllowedActions.nonfinite_only))
     run.iterate_clean(150)
