@@ -314,7 +314,11 @@ class Policy:
             case TrialKind.unchanged:
                 return None
             case TrialKind.wider:
-                return replace(self._make_action(ActionKind.skip, incident, reason, now), exclude=winner.exclude)
+                first, last = winner.exclude
+                first = max([first, *(seen.cursor + 1 for seen in self.policy_state.lineage.seen)])
+                if first > last:
+                    return None  # the batches in flight lay behind excluded ones, and were trained before the trial
+                return replace(self._make_action(ActionKind.skip, incident, reason, now), exclude=[first, last])
             case TrialKind.lower_lr:
                 assert winner.lr_scale is not None
                 return self._scale_lr(incident.number, incident.onset, winner.lr_scale, reason, now)

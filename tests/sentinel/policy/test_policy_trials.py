@@ -188,6 +188,23 @@ def test_the_winner_becomes_an_action() -> None:
     assert skip.exclude == trial.candidates[1]["exclude"]
 
 
+@pytest.mark.parametrize("num_in_flight", [0, 1, 4, 5])
+def test_a_larger_window_holds_no_batch_that_was_in_flight_at_the_trial(num_in_flight: int) -> None:
+    """The batches of the steps in flight lie behind ranges that were excluded before."""
+    run = Run(with_trials())
+    trial = start_trial(run)
+    first, last = trial.candidates[1]["exclude"]
+    assert last == first + 4
+    run.cursor = first
+    assert not run.iterate_clean(num_in_flight)
+    skip = finish_trial(run, trial, result(4.0), result(2.9))
+    if num_in_flight == 5:
+        assert skip is None
+    else:
+        assert skip is not None
+        assert skip.exclude == [first + num_in_flight, last]
+
+
 def test_a_trial_that_breaks_off_changes_nothing() -> None:
     run = Run(with_trials())
     assert finish_trial(run, start_trial(run), result(9.0), succeeded=False) is None
