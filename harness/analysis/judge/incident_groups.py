@@ -9,6 +9,7 @@ no longer falls, or not before the next spike. A rejected update can raise the p
 its loss enters no mean. The type of a spike follows from its trajectory (`harness.sentinel.detect.trajectory`); a
 non-finite loss is type 3.
 Left out: actions. The policy numbers its own incidents; these groups are for reports and for logs of other programs.
+Findings about speed, too: they last long, and an incident of the loss would begin where an unrelated one of them did.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from statistics import median
 from typing import final
 
 from harness.config.sentinel import DetectConfig
-from harness.core.events import ActionKind, Finding, FindingKind, ReducedRecord
+from harness.core.events import ABOUT_SPEED, ActionKind, Finding, FindingKind, ReducedRecord
 from harness.sentinel.detect.trajectory import RecoveryTrend, classify_trajectory, has_recovered
 
 UP_ROWS, DOWN_ROWS, SPREAD_ROWS, SMOOTHED_ROWS = 32, 8, 100, 4
@@ -51,11 +52,9 @@ GRAVEST = (
     FindingKind.precursor,
     FindingKind.lr_jump,
     FindingKind.duplicate_batch,
-    FindingKind.slow,
-    FindingKind.speed_recovered,
     FindingKind.corruption_passed,
 )
-"""Findings by gravity. The kind of an incident is the gravest of its findings."""
+"""Findings by gravity, without those about speed. The kind of an incident is the gravest of its findings."""
 OF_THE_LOSS = frozenset(
     {FindingKind.nonfinite, FindingKind.divergence, FindingKind.loss_spike, FindingKind.level_shift}
 )
@@ -154,7 +153,8 @@ class IncidentGrouper:
             self.smoothed = self.smoothed + (loss - self.smoothed) / SMOOTHED_ROWS if self.seen else loss
             self.seen = True
         for finding in findings:
-            self._add_finding(finding, record)
+            if finding.kind not in ABOUT_SPEED:
+                self._add_finding(finding, record)
         self.has_spiked = self.has_spiked or is_spike
         if self.open is not None:
             ended += self._update_open(self.open, record, finite)

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from harness.analysis.judge.incident_groups import IncidentGroup, IncidentGrouper, Severity
-from harness.core.events import Finding, FindingKind, StepRecord
+from harness.analysis.judge.incident_groups import GRAVEST, IncidentGroup, IncidentGrouper, Severity
+from harness.core.events import ABOUT_SPEED, Finding, FindingKind, StepRecord
 from harness.sentinel.detect.detectors import Detectors
 from tests.sentinel.series import config, losses, norms, record, records
 
@@ -223,6 +223,17 @@ def test_incident_has_the_gravest_kind_and_all_ranks() -> None:
     (incident,) = incidents.finish()
     assert (incident.kind, incident.message, incident.num_findings) == (FindingKind.divergence, "divergence", 4)
     assert (incident.kinds, incident.ranks) == ([*kinds[:3]], [1, 2, 3])
+
+
+def test_findings_about_speed_are_no_incidents_and_no_part_of_one() -> None:
+    kinds = {20: FindingKind.slow, 22: FindingKind.lr_jump, 24: FindingKind.speed_recovered}
+    (incident,) = follow([3.0] * 60, kinds)
+    assert (incident.kind, incident.kinds, incident.num_findings) == (FindingKind.lr_jump, [FindingKind.lr_jump], 1)
+    assert (incident.onset_step, incident.detected_step, incident.end_step) == (22, 22, 22)
+
+
+def test_every_other_finding_has_a_gravity() -> None:
+    assert sorted(GRAVEST) == sorted(set(FindingKind) - ABOUT_SPEED)
 
 
 def test_incident_is_closed_after_twice_the_lingering_rows() -> None:
