@@ -30,6 +30,10 @@ START = 0
 """Iteration of the initial state of a run."""
 
 
+NUM_EARLIER = 20
+"""Steps before the requested one that it is compared with."""
+
+
 class Restore(NamedTuple):
     """A start, a rewind or a rollback."""
 
@@ -215,6 +219,12 @@ def read_path(history: History, path: ReplayPath) -> list[StepRecord]:
         if not record.refused or record.iteration == path.iteration
     ]
     return list({record.iteration: record for record in records}.values())
+
+
+def applied_before(history: History, path: ReplayPath) -> list[StepRecord]:
+    """The last applied steps before the requested one, at most `NUM_EARLIER`."""
+    records = read_steps(history.log, path.iteration - NUM_EARLIER, path.iteration - 1)
+    return [record for record in records if not record.refused]
 
 
 def accepted_on_path(history: History, path: ReplayPath) -> list[AcceptedLevel]:

@@ -15,6 +15,7 @@ CAUSES = {
     "data": "data: the batch also stands out on an older state",
     "data x state": "data x state: the batch does not stand out on an older state",
     "state": "state: the batch does not stand out among its neighbours, so the weights are bad",
+    "none": "none: loss and gradient norm of the step are ordinary",
     "unknown": "",
 }
 NUM_SAMPLES = 8

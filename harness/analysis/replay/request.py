@@ -44,6 +44,8 @@ class ReplayRequest:
     """None: the initial state."""
     steps: list[StepRecord]
     """Steps from the checkpoint to the guilty one, which is last."""
+    earlier: list[StepRecord] = field(default_factory=list)
+    """Applied steps right before the guilty one, which say what is usual."""
     older: str | None
     """An older checkpoint for comparison; None: the initial state."""
     has_older: bool = True
@@ -119,6 +121,7 @@ def plan_replay(run: RunDir, cfg: Config, log: History, path: ReplayPath, *, ran
         steps=history.read_path(log, path),
         accepted=history.accepted_on_path(log, path),
         logits_clipped_after=log.logits_clipped_after,
+        earlier=history.applied_before(log, path),
         older=path.older,
         has_older=path.has_older,
         exactly=ranks == world_size and can_reproduce(run, cfg),

@@ -35,6 +35,7 @@ from harness.analysis.replay.verdict import (
     describe_precision,
     find_origin,
     is_same,
+    stands_out,
 )
 from harness.build import Parts, build, closing_parts
 from harness.checkpoint import store
@@ -166,7 +167,7 @@ def replay_steps(request: ReplayRequest, parts: Parts, cfg: Config, world: World
         here=here,
         before=before,
         nature=found,
-        cause=find_origin(found, here, before),
+        cause=find_origin(found, here, before, is_ordinary=not stands_out(guilty, request.earlier)),
         samples=samples,
         measured=measured,
         in_fp32=in_fp32,

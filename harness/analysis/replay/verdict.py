@@ -6,6 +6,7 @@
 | the two replays differ from each other | irreproducible |
 | the replays agree with each other and differ from the log | transient: a hardware fault, not the data |
 | the replays agree with the log | deterministic; then |
+| - loss and gradient norm of the step are ordinary | none |
 | - the batch stands out as much on an older state | data: bad for any state of the model |
 | - the batch stands out only on this state | data x state: bad for the model at this step |
 | - the batch does not stand out | state: the weights are bad |
@@ -14,6 +15,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
@@ -28,6 +30,9 @@ ALIKE = 0.5
 """The batch is bad on both states if its excess on the older state is at least this fraction of its excess now."""
 STANDS_OUT = 0.1
 """Excess over its neighbours, in nats, from which a batch stands out."""
+LOSS_SPREADS, NORM_FACTOR, LEAST_EARLIER = 3.0, 3.0, 8
+"""A step stands out if its loss is this many spreads above that of the steps before it, or its gradient norm above this
+many times theirs; fewer steps do not say what is usual."""
 
 
 class Reproducibility(StrEnum):
@@ -45,6 +50,8 @@ class Origin(StrEnum):
     data = "data"
     data_and_state = "data x state"
     state = "state"
+    none = "none"
+    """The step is ordinary."""
     unknown = "unknown"
 
 
@@ -123,9 +130,26 @@ def reproduced_iteration(replayed: dict[str, Any]) -> int | None:
     return int(replayed["iteration"]) if is_reproduced else None
 
 
-def find_origin(found: Reproducibility, here: BatchComparison, before: BatchComparison | None) -> Origin:
-    """Whether the batch or the state is bad; unknown unless the step is reproducible."""
-    if found is not Reproducibility.deterministic or before is None or not (here.neighbours and before.neighbours):
+def stands_out(step: StepRecord, earlier: Sequence[StepRecord]) -> bool:
+    """Whether a step was rejected, is not finite, or is above the applied steps before it in loss or gradient norm."""
+    finite = [numbers for record in earlier if (numbers := StepNumbers.of(record)).is_finite]
+    if step.refused or not StepNumbers.of(step).is_finite or len(finite) < LEAST_EARLIER:
+        return True
+    usual = median(numbers.loss for numbers in finite)
+    spread = 1.4826 * median(abs(numbers.loss - usual) for numbers in finite)
+    usual_norm = median(numbers.grad_norm for numbers in finite)
+    return step.loss > usual + max(LOSS_SPREADS * spread, STANDS_OUT) or step.grad_norm > NORM_FACTOR * usual_norm
+
+
+def find_origin(
+    found: Reproducibility, here: BatchComparison, before: BatchComparison | None, *, is_ordinary: bool
+) -> Origin:
+    """Whether the batch or the state is bad; unknown unless the step is reproducible, none if it is ordinary."""
+    if found is not Reproducibility.deterministic:
+        return Origin.unknown
+    if is_ordinary:
+        return Origin.none
+    if before is None or not (here.neighbours and before.neighbours):
         return Origin.unknown
     if here.excess < STANDS_OUT:
         return Origin.state

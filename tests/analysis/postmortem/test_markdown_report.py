@@ -79,7 +79,7 @@ def test_missing_measurements_are_reported_as_not_measured() -> None:
     text = markdown_report.render(bare)
     assert "## 4. Root cause\nnot known yet\n" in text
     assert f"- pre-spike loss (50-step EMA): {NOT_MEASURED}" in text
-    assert f"- guilty batches: {NOT_MEASURED}" in text
+    assert f"- batches: {NOT_MEASURED}" in text
     assert " -> rules out " not in text, "nothing was measured"
 
 

@@ -301,15 +301,17 @@ def test_clean_step_is_reproduced_bit_for_bit(ranks: Pool, victim: RunDir) -> No
         run=victim.path,
         report=victim.path / "clean.json",
         checkpoint=None,
-        steps=log[:3],
+        steps=log[:15],
+        earlier=log[:14],
         older=None,
         exactly=True,
         with_samples=False,
     )
     assert ranks.run(2, run_replay_worker, request, cfg) == [0, 0]
     found = json.loads(request.report.read_text())
-    assert found["nature"] == "deterministic"
-    assert found["first"]["loss"] == log[2].loss
+    assert (found["nature"], found["cause"]) == ("deterministic", "none")
+    assert found["first"]["loss"] == log[14].loss
+    assert "cause      none: loss and gradient norm of the step are ordinary\n" in render(found)
 
 
 @pytest.mark.full

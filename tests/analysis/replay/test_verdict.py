@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,10 @@ from harness.analysis.replay.verdict import (
     classify,
     find_origin,
     is_same,
+    stands_out,
 )
+from harness.core.events import StepRecord
+from tests.sentinel.series import record
 
 
 def numbers(loss: float, norm: float = 1.0, **groups: float) -> StepNumbers:
@@ -74,5 +78,22 @@ def comparison(loss: float, *neighbours: float) -> BatchComparison:
     ],
 )
 def test_origin(here: BatchComparison, before: BatchComparison | None, expected: Origin) -> None:
-    assert find_origin(Reproducibility.deterministic, here, before) is expected
-    assert find_origin(Reproducibility.transient, here, before) is Origin.unknown
+    assert find_origin(Reproducibility.deterministic, here, before, is_ordinary=False) is expected
+    assert find_origin(Reproducibility.deterministic, here, before, is_ordinary=True) is Origin.none
+    assert find_origin(Reproducibility.transient, here, before, is_ordinary=True) is Origin.unknown
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        (record(20, 2.17, 0.75), False),
+        (record(20, 2.6, 0.75), True),
+        (record(20, 2.1, 2.5), True),
+        (record(20, math.nan, 0.75), True),
+        (replace(record(20, 2.1, 0.75), refused=True), True),
+    ],
+)
+def test_an_ordinary_step_does_not_stand_out(step: StepRecord, expected: bool) -> None:
+    earlier = [record(at, 2.1 + 0.02 * (at % 5), 0.7) for at in range(20)]
+    assert stands_out(step, earlier) is expected
+    assert stands_out(step, earlier[:3]), "three steps do not say what is usual"

@@ -150,7 +150,7 @@ def _symptoms(evidence: Evidence, measures: Measures) -> list[str]:
 
 
 def _unusual(evidence: Evidence, measures: Measures) -> str:
-    """The flagged tokens of the guilty batches, or that there are none."""
+    """The flagged tokens of the incident's batches, or that there are none."""
     judged = [(batch, flag_tokens(batch, evidence, measures.before)) for batch in evidence.batches]
     known = [(batch, flagged) for batch, flagged in judged if flagged is not None]
     for batch, flagged in known:
@@ -253,9 +253,9 @@ def _evidence(evidence: Evidence, measures: Measures) -> list[str]:
     return [
         "## 8. Evidence",
         *([f"- MLflow run: {run.tracking}"] if run.tracking else []),
-        f"- guilty ranks: {join_names(incident.ranks)}; layer groups: {join_names(incident.groups)}",
+        f"- ranks named by findings: {join_names(incident.ranks)}; layer groups: {join_names(incident.groups)}",
         f"- activation RMS by layer: {_activations(measures)}",
-        *(_batch_lines(evidence.batches) or [f"- guilty batches: {NOT_MEASURED}"]),
+        *(_batch_lines(evidence.batches) or [f"- batches: {NOT_MEASURED}"]),
         "",
     ]
 

@@ -1,7 +1,8 @@
 """Draws the pictures (panels) of an incident, one file each. One without data is left out.
 
 Pictures over time share one axis: the incident is shaded, actions are marked above, injected faults below. A non-finite
-value is a gap with a cross at the top. Two pictures show the guilty batch instead: its token losses and its tokens.
+value is a gap with a cross at the top. Two pictures show a batch of the incident instead: its token losses and its
+tokens.
 """
 
 from __future__ import annotations
@@ -136,10 +137,10 @@ def _draw_weights(figure: Figure, evidence: Evidence) -> bool:
 
 
 def _draw_token_losses(figure: Figure, evidence: Evidence) -> bool:
-    """Histogram of token losses: the guilty batch beside the last probed batch before it."""
-    guilty = next((batch for batch in evidence.batches if batch.token_loss_counts), None)
+    """Histogram of token losses: the incident's batch beside the last probed batch before it."""
+    batch = next((each for each in evidence.batches if each.token_loss_counts), None)
     before = [r for r in evidence.records if r.token_loss_counts and r.iteration < evidence.onset]
-    if guilty is None and not before:
+    if batch is None and not before:
         return False
     axes = figure.subplots()
     labels = ["<" + f"{TOKEN_LOSS_EDGES[0]:g}", *(f"{edge:g}" for edge in TOKEN_LOSS_EDGES)]
@@ -147,8 +148,9 @@ def _draw_token_losses(figure: Figure, evidence: Evidence) -> bool:
     shown: list[tuple[list[int], str, str]] = []
     if before:
         shown.append((before[-1].token_loss_counts, LIGHT_BLUE, f"iteration {before[-1].iteration}, before"))
-    if guilty is not None:
-        shown.append((guilty.token_loss_counts, RED, f"batch {guilty.index}, guilty"))
+    if batch is not None:
+        colour, rejected = (RED, ", rejected") if batch.refused else (ORANGE, "")
+        shown.append((batch.token_loss_counts, colour, f"batch {batch.index}{rejected}"))
     for number, (counts, colour, label) in enumerate(shown):
         total = max(1, sum(counts))
         heights = [count / total for count in counts[: len(places)]]
@@ -162,7 +164,7 @@ def _draw_token_losses(figure: Figure, evidence: Evidence) -> bool:
 
 def _draw_tokens(figure: Figure, evidence: Evidence) -> bool:
     """Left: token counts, most frequent first. Right: the rarest tokens by name."""
-    batch = next((guilty for guilty in evidence.batches if guilty.num_counts or guilty.rarest), None)
+    batch = next((each for each in evidence.batches if each.num_counts or each.rarest), None)
     if batch is None:
         return False
     left, right = figure.subplots(1, 2, width_ratios=[1.2, 1])
