@@ -76,6 +76,8 @@ def check_memory(cfg: Config, machine: MachineMemory, *, world_size: int) -> lis
             key = "train.batch_size" if cfg.train.batch_tokens is None else "train.batch_tokens"
             raise ConfigError(key, f"{_needs(cfg, sure_bytes, parts, machine)}, and {there}; choose a smaller batch")
         line = f"{_needs(cfg, sure_bytes, parts, machine)}, and {there}"
+        if held.update_peak_bytes * machine.num_sharing <= machine.total_bytes:
+            raise ConfigError("checkpoint.ring.slots", f"{line}; without snapshots it fits: choose fewer, or 0")
         raise ConfigError("model", f"{line}; {smallest_change(cfg, machine, world_size)}")
     peak_bytes = _estimated_bytes(held, machine)
     if max(sure_bytes, peak_bytes) <= machine.rank_bytes:

@@ -44,6 +44,7 @@ KERNELS = {
     "optimizer_s": "optimizer",
     "orthogonalize_s": "Newton-Schulz",
 }
+UNKNOWN_TIME = "not known; set cluster=h100, cluster=h200 or cluster.peak_tflops"
 COLUMNS = ("ranks", "memory", "fits", "sent", "inter-node", "compute", "waiting", "step", "MFU", "tokens/s")
 
 
@@ -83,7 +84,7 @@ def render_table(plans: Sequence[Plan]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     notes = "memory: GB per device; sent: GB per rank and step; inter-node: part of sent that goes to other machines"
-    times = [f"time: {_basis(*plans)}"] if plans[0].pace is not None else []
+    times = [f"time: {_basis(*plans) if plans[0].pace is not None else UNKNOWN_TIME}"]
     assumptions = [f"{name}: {value}" for name, value in _assumptions(plans[0]).items()]
     return "\n".join([*lines, "", notes, *times, *assumptions]) + "\n"
 
@@ -178,7 +179,7 @@ def _traffic(plan: Plan) -> dict[str, str]:
 def _pace(plan: Plan) -> dict[str, str]:
     pace = plan.pace
     if pace is None:
-        return {}
+        return {"step": UNKNOWN_TIME}
     links = "link rates are not set (cluster.intra_node_gb_s, cluster.inter_node_gb_s): no waiting is planned"
     if pace.traffic_s is not None:
         links = f"{_duration(pace.traffic_s)}, of which {_duration(pace.waiting_s)} do not overlap with compute"

@@ -64,8 +64,10 @@ def test_a_batch_that_no_model_could_read_is_rejected_by_its_key(key: str, value
 def test_snapshots_count_in_the_memory_of_the_host_only() -> None:
     cfg, without = load(["model=1b"]), load(["model=1b", "checkpoint.ring.slots=0"])
     assert check_memory(without, host(40), world_size=2) == []
-    with pytest.raises(ConfigError, match="gradients and snapshots"):
+    with pytest.raises(ConfigError, match=r"^checkpoint\.ring\.slots: .* and snapshots\).* choose fewer, or 0$"):
         check_memory(cfg, host(40), world_size=2)
+    with pytest.raises(ConfigError, match=r"^model: .* gradients and snapshots\)"):
+        check_memory(cfg, host(10), world_size=2)
     assert check_memory(cfg, gpus(30), world_size=2) == []
 
 

@@ -102,6 +102,13 @@ def test_the_text_of_a_large_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_plan(*args, "cluster.price_per_gpu_hour=2.5", capsys=capsys) == ONE_BILLION
 
 
+def test_without_the_rates_of_a_device_the_plan_says_what_sets_them(capsys: pytest.CaptureFixture[str]) -> None:
+    unknown = "not known; set cluster=h100, cluster=h200 or cluster.peak_tflops\n"
+    assert f"\ntime\n  step              {unknown}" in run_plan("model=tiny", capsys=capsys)
+    assert f"\ntime: {unknown}" in run_plan("model=tiny", "--ranks", "1,2", capsys=capsys)
+    assert "not known" not in run_plan("model=tiny", "cluster=h100", capsys=capsys)
+
+
 def test_several_numbers_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["+experiment=1b_bf16", "train.batch_size=512", "launch.nproc=8", "--ranks", "8,64,512"]
     assert run_plan(*args, capsys=capsys) == SEVERAL
