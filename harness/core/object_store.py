@@ -52,15 +52,17 @@ def join_url(url: str, *names: str) -> str:
 
 def require_url(url: str, key: str) -> None:
     """Reject a URL that the installed packages cannot open; the message says what to install."""
+    install = f"pip install 'pretraining-harness[{'gcs' if url.startswith(GCS) else 'remote'}]'"
     try:
         import fsspec
     except ImportError:
-        extra = "gcs" if url.startswith(GCS) else "remote"
-        raise ConfigError(key, f"{url} needs fsspec: pip install 'pretraining-harness[{extra}]'") from None
+        raise ConfigError(key, f"{url} needs fsspec: {install}") from None
     try:
         fsspec.get_filesystem_class(url.partition("://")[0])
     except (ImportError, ValueError) as error:
-        raise ConfigError(key, f"{url} cannot be opened: {_one_line(error)}") from None
+        is_missing = isinstance(error, ImportError) and url.startswith((*GCS, "s3://", "s3a://"))
+        advice = f": {install}" if is_missing else ""
+        raise ConfigError(key, f"{url} cannot be opened: {_one_line(error)}{advice}") from None
 
 
 @final

@@ -130,6 +130,21 @@ def test_without_fsspec_the_message_names_the_extra(url: str, extra: str) -> Non
     assert str(caught.value) == f"{KEY}: {url} needs fsspec: pip install 'pretraining-harness[{extra}]'"
 
 
+@pytest.mark.parametrize(
+    ("url", "advice"),
+    [
+        ("s3://bucket/a", ": pip install 'pretraining-harness[remote]'"),
+        ("gs://bucket/a", ": pip install 'pretraining-harness[gcs]'"),
+        ("abfs://bucket/a", ""),
+    ],
+)
+def test_without_its_client_the_message_names_the_extra(url: str, advice: str) -> None:
+    missing = ImportError("Install its client")
+    with patch("fsspec.get_filesystem_class", side_effect=missing), pytest.raises(ConfigError) as caught:
+        ObjectStore(url, key=KEY, retry_s=0)
+    assert str(caught.value) == f"{KEY}: {url} cannot be opened: Install its client{advice}"
+
+
 @contextmanager
 def gcs_that_answers(status: int, message: str) -> Iterator[list[str]]:
     """A server on loopback that answers each request of gcsfs alike, or not at all if the status is 0; yields the paths
