@@ -154,7 +154,7 @@ def render(view: BatchView, *, num_characters: int) -> str:
     for number, rare in enumerate(view.rarest):
         corpus = "" if rare.num_in_corpus is None else f", {rare.num_in_corpus} in the corpus"
         where = f"{rare.num_in_batch} here{corpus}, in row {', '.join(map(str, rare.rows))}"
-        text = f" {rare.text!r}" if rare.text else ""
+        text = f" {quote_token(rare.text)}" if rare.text else ""
         lines.append(f"{'' if number else 'rarest':<13}{rare.token}{text}: {where}")
     for number, row in enumerate(view.rows):
         last = f" to {row.last_document}" if row.last_document != row.first_document else ""
@@ -162,6 +162,11 @@ def render(view: BatchView, *, num_characters: int) -> str:
         lines += ["", f"row {number}: {row.source}, {where}, fingerprint {row.fingerprint}"]
         lines += [f"  {truncate(text, num_characters)!r}" for text in row.texts]
     return "\n".join(lines)
+
+
+def quote_token(text: str) -> str:
+    """A token in quotes. A byte is spelled \\x98 already; its backslash is not escaped again."""
+    return f"'{text}'" if "\\" in text and text.isprintable() else repr(text)
 
 
 def truncate(text: str, num_characters: int) -> str:
