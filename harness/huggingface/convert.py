@@ -145,7 +145,10 @@ def write_weights(
     files = names.assign_files(sizes, file_bytes)
     for file, tensor_names in files.items():
         tensors = read_folded(read, {name: layout[name] for name in tensor_names}, cfg=cfg, dtype=dtype)
+        (directory / file).touch()
+        mode = (directory / file).stat().st_mode
         save_file(tensors, directory / file, metadata={"format": "pt"})
+        (directory / file).chmod(mode)  # safetensors gives its files mode 0600
         fsync_file(directory / file)
         del tensors
     if len(files) > 1:

@@ -132,6 +132,8 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 def test_transformers_computes_the_same_logits(tmp_path: Path, overrides: list[str]) -> None:
     run, cfg, model = make_run(tmp_path / "run", *overrides)
     directory = export(run, tmp_path / "exported")
+    modes = {path.name: path.stat().st_mode for path in directory.iterdir()}
+    assert set(modes.values()) == {modes["config.json"]}, modes
     tokens = stream(cfg.model.vocab_size)
     with torch.no_grad():
         ours = model.logits(tokens)
@@ -330,6 +332,8 @@ def test_tokenizer_is_exported(tmp_path: Path) -> None:
     data = ["data=files", f"data.sources.main.paths=[{tmp_path}/corpus]", "model.vocab_size=280"]
     run, _, _ = make_run(tmp_path / "run", *data)
     directory = export(run, tmp_path / "exported")
+    modes = {path.name: path.stat().st_mode for path in directory.iterdir()}
+    assert set(modes.values()) == {modes["config.json"]}, modes
     ours = open_tokenizer(tmp_path / "corpus.tokenizer.json")
     from transformers import AutoTokenizer
 
@@ -342,6 +346,8 @@ def test_tokenizer_is_exported(tmp_path: Path) -> None:
 def test_a_run_with_checkpoints_is_not_overwritten(tmp_path: Path) -> None:
     run, _, _ = make_run(tmp_path / "run")
     directory = export(run, tmp_path / "exported")
+    modes = {path.name: path.stat().st_mode for path in directory.iterdir()}
+    assert set(modes.values()) == {modes["config.json"]}, modes
     with pytest.raises(ConfigError, match="already has checkpoints"):
         convert.import_model(directory, run)
     catalog.quarantine(convert.choose_checkpoint(run).path)
