@@ -18,7 +18,7 @@ from harness.analysis.postmortem.report.incident_text import FILES, NOT_MEASURED
 from harness.analysis.postmortem.report.panels import PAINTERS, draw
 from harness.analysis.postmortem.rules.causes import Cause, Panel
 from harness.analysis.postmortem.write import EVIDENCE, MARKDOWN, PAGE, write_folder
-from harness.core.events import ActionKind, Event, TrialMeasured
+from harness.core.events import ActionKind, Event, FindingKind, TrialMeasured
 from tests.analysis.postmortem import stories
 from tests.analysis.postmortem.stories import ONSET, evidence_of, write
 from tests.composed import load
@@ -59,6 +59,13 @@ def test_summary_and_all_sections_in_order(tmp_path: Path) -> None:
     text = markdown_report.render(story(tmp_path, "poisoned"))
     places = [text.index(f"\n{section}") for section in SECTIONS]
     assert places == sorted(places)
+
+
+def test_symptoms_leave_out_the_speed(tmp_path: Path) -> None:
+    slow = (FindingKind.slow, FindingKind.speed_recovered)
+    log = [*stories.poisoned(), *(stories.finding(kind, ONSET + at, "speed") for at, kind in enumerate(slow))]
+    text = markdown_report.render(evidence_of(write(tmp_path / "run", log)))
+    assert "\n- findings: rejected update, grad_spike\n" in text
 
 
 @pytest.mark.parametrize("name", ["optim.lr=10,optim.beta2=0.99", "with space"])

@@ -39,7 +39,7 @@ from harness.analysis.postmortem.rules.hypotheses import rank_causes, root_cause
 from harness.analysis.postmortem.rules.remedies import Remedy, remedy_of, restore_commands
 from harness.analysis.postmortem.verification import verification_of
 from harness.config.command_line import shell_command
-from harness.core.events import ActionKind
+from harness.core.events import ABOUT_SPEED, ActionKind
 
 MOST_BATCHES, MOST_TOKENS = 4, 5
 
@@ -128,11 +128,12 @@ def _symptoms(evidence: Evidence, measures: Measures) -> list[str]:
         if numbers.loss_after_500 is None
         else [f"- loss 500 steps after the peak: {format_number(numbers.loss_after_500)}"]
     )
+    kinds = [kind for kind in evidence.kinds() if kind not in ABOUT_SPEED]
     schedule = str(run.settings.get("optim.schedule") or "")
     return [
         "## 1. Symptoms",
         f"- step where it began: {evidence.onset_step} (iteration {evidence.onset})",
-        f"- findings: {', '.join(kind_names(evidence.kinds())) or NOT_MEASURED}",
+        f"- findings: {', '.join(kind_names(kinds)) or NOT_MEASURED}",
         f"- pre-spike loss (50-step EMA): {format_number(numbers.level)}",
         f"- peak loss: {format_number(numbers.peak)}{peak}",
         f"- recovery loss (50 steps after the peak): {recovery_text(numbers)}",
