@@ -49,13 +49,13 @@ class Curves:
 
 def draw(events: Path, out: Path) -> None:
     """Draw the log `events` and write the picture to `out` (PNG)."""
-    figure = figure_of(collect(events), title=out.resolve().parent.name)
+    figure = run_figure(collect(events), title=out.resolve().parent.name)
     scratch = out.with_name(f".{out.name}.tmp")
     figure.savefig(scratch, format="png")
     scratch.replace(out)
 
 
-def figure_of(curves: Curves, *, title: str) -> Figure:
+def run_figure(curves: Curves, *, title: str) -> Figure:
     """The two panels of a run."""
     from matplotlib.figure import Figure
 

@@ -12,7 +12,7 @@ import pytest
 
 from harness.core.events import EvalRecord, Event, RunStarted, StepRecord
 from harness.telemetry.event_log import EventLog
-from harness.telemetry.run_picture import Curves, collect, draw, figure_of, smooth
+from harness.telemetry.run_picture import Curves, collect, draw, run_figure, smooth
 
 MakeStep = Callable[..., StepRecord]
 RED = (0xC8, 0x32, 0x2B)
@@ -98,7 +98,7 @@ def test_every_line_of_the_loss_is_in_the_legend_above_the_axes() -> None:
         resumed=[1, 2],
     )
     curves.eval_iterations, curves.eval_losses = [3], [1.5]
-    figure = figure_of(curves, title="tiny")
+    figure = run_figure(curves, title="tiny")
     figure.draw_without_rendering()
     axes = figure.axes[0]
     legend = axes.get_legend()

@@ -76,10 +76,10 @@ class Trace:
 
 def draw(trace: Trace, incidents: Sequence[MarkedIncident], out: Path, *, title: str) -> None:
     """Write the picture to `out` (PNG)."""
-    figure_of(trace, incidents, title=title).savefig(out, format="png")
+    judged_figure(trace, incidents, title=title).savefig(out, format="png")
 
 
-def figure_of(trace: Trace, incidents: Sequence[MarkedIncident], *, title: str) -> Figure:
+def judged_figure(trace: Trace, incidents: Sequence[MarkedIncident], *, title: str) -> Figure:
     """The loss of a log with its incidents."""
     from matplotlib.figure import Figure
 

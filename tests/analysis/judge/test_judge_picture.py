@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.analysis.judge.judge_picture import Trace, figure_of
+from harness.analysis.judge.judge_picture import Trace, judged_figure
 
 
 @pytest.mark.parametrize(("first", "is_whole"), [(5.0, True), (60.0, False)])
@@ -12,7 +12,7 @@ def test_first_losses_are_in_the_picture_or_it_says_that_they_are_not(first: flo
     trace = Trace()
     for step in range(100):
         trace.add(step, first if step < 5 else 3.0 - step / 100)
-    (axes,) = figure_of(trace, [], title="log").axes
+    (axes,) = judged_figure(trace, [], title="log").axes
     assert bool(axes.get_ylim()[1] > first) is is_whole
     assert axes.get_xlabel() == ("step" if is_whole else "step (the first losses, up to 60, are above the picture)")
     assert axes.get_ylim()[0] < 2.01, "the lowest loss is in the picture"
