@@ -18,6 +18,7 @@ from typing import Any, final
 from harness.config import conf_files
 from harness.config.command_line import shell_command
 from harness.config.errors import require
+from harness.core.plural import pluralize
 from harness.core.rundir import MAY_DIFFER
 from harness.drills import scenario as scenarios
 from harness.drills.drill_record import DrillEvidence
@@ -212,10 +213,6 @@ def round_line(done: Round) -> str:
         f"round {done.number}: {', '.join(done.faults)}: {result}, {sum(detected)} of {len(detected)} detected, "
         f"{pluralize(done.steps_lost, 'step')} lost, {pluralize(done.starts, 'start')}"
     )
-
-
-def pluralize(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 @final

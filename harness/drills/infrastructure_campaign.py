@@ -22,9 +22,10 @@ from harness.checkpoint import catalog, integrity
 from harness.config import conf_files
 from harness.config.command_line import shell_command
 from harness.config.errors import EXIT_DONE, require
+from harness.core.plural import pluralize
 from harness.core.rundir import RunDir
 from harness.drills import scenario as scenarios
-from harness.drills.campaign import DrawnFault, pluralize
+from harness.drills.campaign import DrawnFault
 from harness.drills.drill_record import DrillEvidence
 from harness.drills.recovery_times import FaultRecovery, list_recoveries
 from harness.drills.scenario import Scenario

@@ -40,6 +40,7 @@ from harness.core.events import (
     TaskEvaluated,
     TrialMeasured,
 )
+from harness.core.plural import pluralize
 from harness.core.rundir import RunDir
 from harness.core.safe_stream import SafeStream
 from harness.telemetry.sinks.sink_process import SINK_MODULE
@@ -83,7 +84,7 @@ def closing_lines(run: RunDir, totals: RunTotals, *, tracking_uri: str | None, i
     if totals.eval_loss is not None:
         rows.append(("eval loss", f"{totals.eval_loss:.4f}"))
     if totals.num_refused:
-        rows.append(("rejected", f"{totals.num_refused} updates{since}"))
+        rows.append(("rejected", f"{pluralize(totals.num_refused, 'update')}{since}"))
     rows.append(("run", _short(run.path)))
     if run.picture.exists():
         rows.append(("picture", _short(run.picture)))
@@ -138,9 +139,9 @@ def event_line(event: Event) -> str | None:
     """The line of an event; None for an ordinary step and for events that are not shown."""
     match event:
         case RunStarted():
-            ranks = "1 rank" if event.world_size == 1 else f"{event.world_size} ranks"
+            ranks = pluralize(event.world_size, "rank")
             if event.resumed_from is None:
-                return f"training {event.num_steps} steps on {ranks}"
+                return f"training {pluralize(event.num_steps, 'step')} on {ranks}"
             memory = ""
             if event.in_memory:
                 memory = f" in {'a partner' if event.fetched_ranks else 'this machine'}'s memory"
@@ -174,11 +175,12 @@ def event_line(event: Event) -> str | None:
             norms = f"grad norm {event.grad_norm_before:.3g} -> {event.grad_norm:.3g}"
             return f"trial of {event.remedy}: {losses}, {norms} in {event.steps} steps, {event.seconds:.1f} s{found}"
         case Outcome(kind=ActionKind.trial, succeeded=True):
-            return f"trial: {event.remedy} won, {event.kept_steps} steps kept, {event.steps_lost} dropped"
+            return f"trial: {event.remedy} won, {pluralize(event.kept_steps, 'step')} kept, {event.steps_lost} dropped"
         case Outcome(held_out_loss=float(loss)):
             return f"held-out loss {loss:.4f}, measured in {event.seconds:.2f} s"
         case Outcome(target=str(target)) if target:
-            return f"restored {target}, step {event.step}: {event.steps_lost} steps lost, took {event.seconds:.2f} s"
+            lost = pluralize(event.steps_lost, "step")
+            return f"restored {target}, step {event.step}: {lost} lost, took {event.seconds:.2f} s"
         case Outcome(succeeded=False):
             return f"{event.kind} failed: {event.reason or 'there is no state to restore'}"
         case Intervention(changes={"command": str(command), **rest}):

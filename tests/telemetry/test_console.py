@@ -36,6 +36,7 @@ from harness.telemetry.console import (
     RunTotals,
     clock,
     closing_lines,
+    event_line,
     mlflow_command,
     with_prefix,
 )
@@ -202,7 +203,7 @@ def test_the_closing_lines(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, t
     assert closing_lines(run, totals, tracking_uri=uri, is_sent=False).splitlines() == [
         "loss       5.5000 -> 2.2500",
         "eval loss  2.5000",
-        "rejected   1 updates",
+        "rejected   1 update",
         "run        runs/tiny-1",
         "picture    runs/tiny-1/loss.png",
         "mlflow     .venv/bin/mlflow ui --backend-store-uri sqlite:///runs/mlflow.db",
@@ -212,10 +213,14 @@ def test_the_closing_lines(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, t
     assert closing_lines(run, totals, tracking_uri=None, is_sent=True).splitlines()[:3] == [
         "loss       5.5000 -> 2.2500 since step 40",
         "eval loss  2.5000",
-        "rejected   1 updates since step 40",
+        "rejected   1 update since step 40",
     ]
     run.picture.unlink()
     assert closing_lines(run, RunTotals(), tracking_uri=None, is_sent=True).splitlines() == ["run  runs/tiny-1"]
+
+
+def test_one_is_singular(started: RunStarted) -> None:
+    assert event_line(replace(started, num_steps=1, world_size=1)) == "training 1 step on 1 rank"
 
 
 @pytest.mark.parametrize("step", [0, 40])

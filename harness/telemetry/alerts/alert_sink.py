@@ -17,6 +17,7 @@ from harness.config.alerts import AlertKind, AlertsConfig
 from harness.config.compose import load_typed
 from harness.config.launch import LaunchConfig
 from harness.core.events import Action, RunEnded, RunStarted, SystemSampled
+from harness.core.plural import pluralize
 from harness.core.rundir import RunDir
 from harness.telemetry.alerts.alert import Alert, alerts_of, postmortem_link, render_alert
 from harness.telemetry.alerts.channels import PROGRAM_TIMEOUT_S, ChannelKind, DeliveryError, deliver
@@ -98,7 +99,7 @@ class AlertSink:
         self._read_requeues()
         self._deliver_due(LAST_WAIT_S)
         if self.state.queue:
-            raise DeliveryError(f"{len(self.state.queue)} alerts wait")
+            raise DeliveryError(f"{pluralize(len(self.state.queue), 'alert')} waiting")
 
     def _deliver_due(self, wait_s: float) -> None:
         for problem in self._outbox.deliver_due(time.time(), save=self.save, wait_s=wait_s):
