@@ -19,6 +19,7 @@ from harness.config.command_line import shell_command
 from harness.config.errors import ConfigError, StorageError, require
 from harness.core.event_json import parse, read
 from harness.core.events import ActionKind, Intervention, Outcome
+from harness.core.plural import pluralize
 from harness.core.rundir import RunDir
 from launch.cli.model_exchange import run_and_report_errors
 from launch.cli.parser import CommandParser
@@ -113,8 +114,9 @@ def print_losses(run: RunDir, checkpoints: Mapping[str, Path], *, num_rows: int,
         print(f"held-out loss: not measured: {error}")
         return
     width = max(map(len, checkpoints))
+    label = f"held-out loss on {pluralize(num_rows, 'sequence')}"
     for name, path in checkpoints.items():
-        print(f"  {name:<{width}}  held-out loss {measure_loss(path, cfg, rows, device=device):.6f}", flush=True)
+        print(f"  {name:<{width}}  {label} {measure_loss(path, cfg, rows, device=device):.6f}", flush=True)
 
 
 def parse_steps(text: str) -> list[int]:

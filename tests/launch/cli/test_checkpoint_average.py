@@ -101,6 +101,7 @@ def test_the_average_is_the_mean_of_each_parameter_and_can_be_exported(
     rows = read_held_out_rows(cfg, run, num_rows=4, device=CPU)
     paths = [*(run.checkpoints / name for name in names), written.path]
     losses = [measure_loss(path, cfg, rows, device=CPU) for path in paths]
+    assert all(" held-out loss on 4 sequences " in line for line in lines[1:5])
     assert [line.split()[-1] for line in lines[1:5]] == [f"{loss:.6f}" for loss in losses]
     exported = convert.export_model(
         output, convert.choose_checkpoint(output), tmp_path / "hf", dtype=PrecisionKind.fp32
