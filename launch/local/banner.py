@@ -173,10 +173,14 @@ def finished_line(cfg: Config) -> str:
     """One line for a run that has nothing left to do; empty for any other run."""
     run = locate(cfg)
     last = next((event for event in reversed(tail(run.events)) if isinstance(event, RunEnded | RunStarted)), None)
-    is_done = isinstance(last, RunEnded) and last.exit_code == EXIT_DONE and last.step >= cfg.train.num_steps
-    if not is_done or not has_checkpoint(run):
-        return ""
     num_steps = cfg.train.num_steps
+    if (
+        not isinstance(last, RunEnded)
+        or last.exit_code != EXIT_DONE
+        or last.step < num_steps
+        or not has_checkpoint(run)
+    ):
+        return ""
     done = f"all {num_steps:,} steps are done"
     if last.step > num_steps:
         done = f"{last.step:,} steps are done, more than train.num_steps={num_steps}"
