@@ -192,7 +192,7 @@ def test_machines_are_held_while_a_start_lives_and_over_its_restarts() -> None:
 def test_a_restore_takes_its_time_from_before_the_step_that_was_in_flight(is_first: bool) -> None:
     """The log has the step first, with a later time."""
     rewound = Outcome(time=4.9, iteration=4, kind=ActionKind.rewind, incident=1, succeeded=True, step=1, seconds=0.4)
-    before = [] if is_first else [record(2, time=3.0), order(4.5, "note")]
+    before: list[str | Event] = [] if is_first else [record(2, time=3.0), order(4.5, "note")]
     goodput = total(started(0.0), record(1, time=1.0), started(2.0, step=1), *before, record(3, time=5.0), rewound)
     expected = {"starting": 3.6} if is_first else {"starting": 2.0, "undone": 1.6}
     assert accounts_of(goodput) == {**expected, "stopped": 1.0, "restoring": 0.4}
