@@ -80,7 +80,7 @@ class TelemetryConfig:
     """Write incidents/NNN/ when an incident ends, in a separate process."""
     replay_s: float = 60.0
     """Seconds for which a finished run replays the guilty steps of its incidents on the CPU, for their post-mortems; 0:
-    no replay."""
+    no replay. Harmless incidents are not replayed."""
     system_every_s: float = 10.0
     """Seconds between samples of GPU utilisation, memory, power and temperature, host memory and CPU load, taken by a
     thread of each machine's first rank; 0: no samples. Above 1,000 ranks at least num_ranks / 100."""

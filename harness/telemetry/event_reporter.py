@@ -130,7 +130,9 @@ class EventReporter:
                 self._draw()
             if is_written and self._postmortems is not None:
                 self._postmortems.finish(EXIT_WAIT_S, is_hurried=is_hurried)
-                self._postmortems.replay_incidents(self._cfg.telemetry.replay_s, until=is_hurried)
+                self._postmortems.replay_incidents(
+                    self._cfg.telemetry.replay_s, announce=self._console.print, until=is_hurried
+                )
         self._report(event)
 
     def _report_evaluations(self, *, blocked_s: float = 0.0) -> None:

@@ -6,7 +6,8 @@ How: `on_event` receives each event after it is in the log. `DRAFT_AFTER` iterat
 -m harness.analysis.postmortem RUN --incident N` for a first draft, and again when the incident or the run ends. Only
 one process runs at a time, with low priority, in its own session. It shares only the run directory with the trainer.
 `finish` waits a bounded time and leaves no process behind; `harness postmortem` can write missing reports later. After
-that, `replay_incidents` replays the guilty steps on the CPU, also within a bounded time: training is over by then.
+that, `replay_incidents` replays the guilty steps on the CPU, also within a bounded time: training is over by then. The
+step of a harmless incident is not replayed, because it has no damage to explain.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ written before its pictures."""
 REPORT_S = 10.0
 """Seconds of the time for replays that are left for writing the report."""
 POLL_S = 0.05
+HARMLESS = "harmless"
+"""Verdict of an incident without consequences, as the policy writes it into the log."""
 REMARKS = 0
 """Incident number that stands for duplicate batches outside any incident; reported at the end of a run."""
 
@@ -49,6 +52,7 @@ class PostmortemProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._reported: list[int] = []
         """Incidents of this start, in order."""
+        self._harmless: set[int] = set()
         self._failed = False
         self._has_remarks = False
 
@@ -57,6 +61,8 @@ class PostmortemProcess:
         match event:
             case Incident():
                 self._due.pop(event.number, None)
+                if event.verdict == HARMLESS:
+                    self._harmless.add(event.number)
                 self._enqueue(event.number)
             case Action() if event.incident and event.kind is not ActionKind.watch:
                 self._due.setdefault(event.incident, event.iteration + DRAFT_AFTER)
@@ -89,19 +95,22 @@ class PostmortemProcess:
                 time.sleep(POLL_S)
         return not self._failed
 
-    def replay_incidents(self, wait_s: float, *, until: Callable[[], bool] = processes.never) -> None:
-        """Replay the guilty step of each reported incident and write its report again, while the time lasts and
-        `until()` does not hold.
+    def replay_incidents(
+        self, wait_s: float, *, announce: Callable[[str], None], until: Callable[[], bool] = processes.never
+    ) -> None:
+        """Replay the guilty step of each reported incident that was not harmless and write its report again, while the
+        time lasts and `until()` does not hold. `announce` gets a line before each replay.
 
         The process gets no GPU and none of the variables that would make it a rank of this run. A replay that is not
         done in time is no failure: its report stays as it is.
         """
         deadline_s = time.monotonic() + wait_s
         environment = processes.environment_outside_ranks() | {"CUDA_VISIBLE_DEVICES": ""}
-        for number in self._reported:
+        for number in [number for number in self._reported if number not in self._harmless]:
             left_s = deadline_s - time.monotonic() - REPORT_S
             if left_s <= 0 or until():
                 return
+            announce(f"replaying incident {number} on the CPU for its post-mortem (at most {left_s:.0f} s)")
             self._start(number, "--replay-within", f"{left_s:.1f}", environment=environment)
             if self._process is not None:
                 processes.wait_or_end(self._process, wait_s=deadline_s - time.monotonic(), until=until)

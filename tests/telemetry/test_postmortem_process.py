@@ -10,6 +10,7 @@ import pytest
 
 from harness.core.events import ActionKind, Event, FindingKind
 from harness.core.rundir import RunDir
+from harness.sentinel.policy.open_incident import IncidentVerdict
 from harness.telemetry import postmortem_process
 from harness.telemetry.postmortem_process import DRAFT_AFTER, PostmortemProcess
 from tests.analysis.postmortem import stories
@@ -124,14 +125,18 @@ def test_incidents_are_replayed_after_the_run_without_gpu_and_rank(
         monkeypatch.setenv(name, value)
     writer = PostmortemProcess(run)
     send_events(writer, stories.finding(FindingKind.duplicate_batch, 9, "twice"))
-    send_events(writer, stories.ended(number=1), stories.ended(number=2))
+    ended = stories.ended(number=1), stories.ended(number=2, verdict=IncidentVerdict.harmless), stories.ended(number=3)
+    send_events(writer, *ended)
     assert writer.finish(30)
     assert not (run.path / "replayed").exists()
-    writer.replay_incidents(0)
+    lines: list[str] = []
+    writer.replay_incidents(0, announce=lines.append)
     assert not (run.path / "replayed").exists(), "no time, no replay"
-    writer.replay_incidents(40)
+    assert lines == []
+    writer.replay_incidents(40, announce=lines.append)
+    assert [line[:21] for line in lines] == ["replaying incident 1 ", "replaying incident 3 "]
     replayed = [json.loads(line) for line in (run.path / "replayed").read_text().splitlines()]
-    assert [number for number, _, _ in replayed] == ["1", "2"]
+    assert [number for number, _, _ in replayed] == ["1", "3"], "2 was harmless"
     assert all(seconds <= 30 for _, seconds, _ in replayed)
     own = {"RANK": None, "WORLD_SIZE": None, "MASTER_ADDR": None, "CUDA_VISIBLE_DEVICES": ""}
     assert all(seen == own for _, _, seen in replayed)
@@ -145,6 +150,6 @@ def test_a_replay_that_hangs_is_ended_without_a_warning(
     assert writer.finish(30)
     (tmp_path / "stand_in_writer.py").write_text("import time; time.sleep(60)")
     monkeypatch.setattr(postmortem_process, "REPORT_S", 0.1)
-    writer.replay_incidents(0.5)
+    writer.replay_incidents(0.5, announce=print)
     assert writer._process is None
     assert "warning" not in capsys.readouterr().err
