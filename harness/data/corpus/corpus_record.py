@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, final
 
 from harness.config.errors import ConfigError, StorageError
 from harness.core.batch_sizes import BatchSize, BatchSizes
+from harness.core.plural import pluralize
 from harness.data.corpus.file_probe import ListedFile
 from harness.data.order.order import Stretch
 
@@ -169,7 +170,10 @@ def compare(recorded: SourceRecord, listed: Sequence[ListedFile], probe: Callabl
         num_added=len(added),
         changed=join_first([*broken, *moved, *named]),
         broken=join_first(broken),
-        before_after=[f"{len(recorded.files)} files", f"{len(listed)} files: {join_first([*broken, *moved, *named])}"],
+        before_after=[
+            pluralize(len(recorded.files), "file"),
+            f"{pluralize(len(listed), 'file')}: {join_first([*broken, *moved, *named])}",
+        ],
     )
 
 

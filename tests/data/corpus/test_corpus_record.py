@@ -161,6 +161,7 @@ def test_an_index_that_changed_is_named() -> None:
 def test_of_many_files_only_the_first_are_named() -> None:
     found = compare(SourceRecord(files=FILES[:1]), listed("a", "d", "e", "f", "g", "h"), never_read)
     assert found.changed.endswith("/data/f.bin was added, and 2 more")
+    assert found.before_after == ["1 file", f"6 files: {found.changed}"]
 
 
 def test_record_round_trip(tmp_path: Path) -> None:
