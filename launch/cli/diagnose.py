@@ -19,7 +19,7 @@ from harness.analysis.diagnose.decision_tree import render, walk
 from harness.analysis.diagnose.diagnosis import Diagnosis, Finds
 from harness.analysis.diagnose.fix_commands import fix_commands
 from harness.analysis.diagnose.logged_run import LoggedRun
-from harness.analysis.judge.foreign_logs import NAMES, read_records
+from harness.analysis.judge.foreign_logs import NAMES, read_log
 from harness.analysis.postmortem.gather import RECENT_BYTES, settings_of
 from harness.analysis.postmortem.overrides import overrides_in
 from harness.analysis.replay.history import read_replays
@@ -61,9 +61,10 @@ def read_logged_run(path: Path, columns: dict[str, str], *, precision: str | Non
     if path.is_dir():
         run = _read_run_dir(RunDir(path))
     else:
-        rows = [_copy_record(record) for record in read_records(path, columns)]
+        log = [replace(event) for event in read_log(path, columns)]
+        rows = [event for event in log if isinstance(event, StepRecord)]
         require(bool(rows), str(path), "has no row with a loss")
-        run = LoggedRun(records=rows)
+        run = LoggedRun(records=rows, events=[event for event in log if not isinstance(event, StepRecord)])
     return run if precision is None else replace(run, settings=run.settings | {"precision.kind": precision})
 
 
@@ -95,11 +96,6 @@ def commands_of(diagnosis: Diagnosis, run: LoggedRun, path: Path) -> list[str]:
     return fix_commands(
         diagnosis, run=str(path), is_running=run.is_running, is_finished=run.is_finished, overrides=overrides
     )
-
-
-def _copy_record(record: StepRecord) -> StepRecord:
-    """A copy: readers of foreign logs reuse one record object."""
-    return replace(record)
 
 
 def as_json(diagnosis: Diagnosis, commands: Sequence[str] = ()) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 Why: a lab can try the detectors on the runs it already has.
 How: rows stream through the same detectors as in a run, and findings are grouped into incidents; a million rows take
-seconds and constant memory. The policy runs while an incident is open. A file that cannot be read is one line on stderr
-and exit code 2.
+seconds and constant memory. A log of this harness also says which changes were planned. The policy runs while an
+incident is open. A file that cannot be read is one line on stderr and exit code 2.
 Left out: the effect of an action. Each counts as done, and the log continues unchanged.
 """
 
@@ -20,13 +20,14 @@ from typing import Any
 
 import yaml
 
-from harness.analysis.judge.foreign_logs import NAMES, read_records
+from harness.analysis.judge.foreign_logs import NAMES, read_log
 from harness.analysis.judge.incident_groups import IncidentGroup, IncidentGrouper
 from harness.analysis.judge.judge_picture import Trace, draw
+from harness.analysis.judge.run_events import tell_detectors
 from harness.config.conf_files import conf_dir
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, require
 from harness.config.sentinel import BudgetConfig, BudgetsConfig, DetectConfig, PolicyConfig
-from harness.core.events import Action, ActionKind, Finding, Outcome, StepRecord
+from harness.core.events import Action, ActionKind, Event, Finding, Outcome, StepRecord
 from harness.sentinel.detect.detectors import Detectors
 from harness.sentinel.policy.policy import Policy
 from launch.cli.parser import CommandParser
@@ -47,8 +48,8 @@ def main(argv: Sequence[str]) -> int:
             directory = Path(args.plot).parent
             require(directory.is_dir(), "--plot", f"{directory} is not a directory")
         trace, policy = Trace(), Policy.start(policy_config(), lag=0)
-        rows = read_records(Path(args.file), parse_columns(args.column))
-        incidents = find_incidents(rows, Detectors(detect_config(args.set)), policy, trace)
+        log = read_log(Path(args.file), parse_columns(args.column))
+        incidents = find_incidents(log, Detectors(detect_config(args.set)), policy, trace)
         require(trace.num_rows > 0, args.file, "has no row with a loss")
         if args.plot:
             write_plot(trace, incidents, Path(args.plot), title=Path(args.file).name)
@@ -68,13 +69,14 @@ def write_plot(trace: Trace, incidents: Sequence[IncidentGroup], out: Path, *, t
         raise ConfigError("--plot", f"{out} cannot be written: {error.strerror}") from None
 
 
-def find_incidents(
-    rows: Iterable[StepRecord], detectors: Detectors, policy: Policy, trace: Trace
-) -> list[IncidentGroup]:
+def find_incidents(log: Iterable[Event], detectors: Detectors, policy: Policy, trace: Trace) -> list[IncidentGroup]:
     """All incidents of a log in order; the points for the plot go to `trace`."""
     incidents = IncidentGrouper(detectors.cfg)
     ended: list[IncidentGroup] = []
-    for record in rows:
+    for record in log:
+        if not isinstance(record, StepRecord):
+            tell_detectors(detectors, record)
+            continue
         findings = detectors.observe(record)
         ended += incidents.observe(record, findings)
         trace.add(record.step, record.loss)

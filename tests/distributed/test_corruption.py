@@ -135,5 +135,5 @@ def test_a_second_transient_error_blames_a_rank_only_on_the_same_machine(
     passed, failed = (FindingKind.corruption_passed, [1]), (FindingKind.corruption, [1])
     assert findings == [failed, passed, failed, (kind, [1])]
     records = [event for event in logged if isinstance(event, StepRecord)]
-    again = run_detectors(records, cases.tiny().sentinel.detect, starts=starts)
+    again = run_detectors(records, cases.tiny().sentinel.detect, events=starts)
     assert [(event.kind, event.ranks) for event in again] == findings, "harness diagnose finds the same"

@@ -21,7 +21,7 @@ from harness.analysis.diagnose.precision_section import ask_overflow
 from harness.analysis.diagnose.rise_section import ask_slow_rise
 from harness.analysis.diagnose.spike_section import ask_spikes
 from harness.config.sentinel import DetectConfig
-from harness.core.events import ABOUT_SPEED, Finding, FindingKind, RunStarted
+from harness.core.events import ABOUT_SPEED, Finding, FindingKind
 
 HARMLESS = ABOUT_SPEED | {FindingKind.grad_spike, FindingKind.v_stale}
 """Findings that need no action by themselves."""
@@ -32,8 +32,7 @@ def walk(run: LoggedRun, *, detect: DetectConfig) -> Diagnosis:
     answers = Answers()
     if not run.records:
         return Diagnosis(nodes=answers.nodes, finds=Finds.nothing, conclusion="the log has no steps yet")
-    starts = [event for event in run.events if isinstance(event, RunStarted)]
-    findings = run_detectors(run.records, detect, starts=starts)
+    findings = run_detectors(run.records, detect, events=run.events)
     return (
         ask_non_finite(answers, run)
         or ask_spikes(answers, run, findings)
@@ -54,7 +53,7 @@ def _ask_other_findings(answers: Answers, run: LoggedRun, findings: Sequence[Fin
     number = f"findings: {counts}; rejected updates: {len(refused)}"
     if overflows:
         number += f", and {len(overflows)} by the loss scale"
-    answers.ask("other", "Did the detectors find anything else?", bool(grave or refused), number)
+    answers.ask("other", "Did the detectors find anything else that needs an action?", bool(grave or refused), number)
     finds, conclusion = Finds.nothing, "healthy"
     if grave:
         finds, conclusion = Finds.other, f"{grave[0].kind} at step {grave[0].step}: {grave[0].message}"

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import final
 
+from harness.analysis.judge.run_events import tell_detectors
 from harness.analysis.postmortem.incident_numbers import finite_median
 from harness.analysis.postmortem.recorded_batch import rare_count
 from harness.analysis.postmortem.rules.data_rules import RARE_FACTOR
 from harness.config.sentinel import DetectConfig
-from harness.core.events import Finding, FindingKind, RunStarted, StepRecord
+from harness.core.events import Event, Finding, FindingKind, StepRecord
 from harness.sentinel.detect.detectors import Detectors
 
 WINDOW_ROWS, SPIKE_SIGMAS = 100, 3.0
@@ -208,13 +209,14 @@ def describe_rare_tokens(spike: Spike, records: Sequence[StepRecord]) -> str | N
 
 
 def run_detectors(
-    records: Sequence[StepRecord], detect: DetectConfig, *, starts: Sequence[RunStarted] = ()
+    records: Sequence[StepRecord], detect: DetectConfig, *, events: Sequence[Event] = ()
 ) -> list[Finding]:
-    """Findings of the sentinel's detectors over the log, independent of what was found during the run."""
-    detectors, findings, waiting = Detectors(detect), list[Finding](), deque(starts)
+    """Findings of the sentinel's detectors over the log, independent of what was found during the run; its other events
+    say what was planned."""
+    detectors, findings, waiting = Detectors(detect), list[Finding](), deque(events)
     for record in records:
-        while waiting and waiting[0].iteration < record.iteration:
-            detectors.on_start(waiting.popleft().machines)
+        while waiting and waiting[0].time <= record.time:  # iterations repeat after a crash
+            tell_detectors(detectors, waiting.popleft())
         findings += detectors.observe(record)
     return findings
 

@@ -21,7 +21,7 @@ from typing import Any
 from harness.config.command_line import shell_command
 from harness.config.errors import ConfigError
 from harness.core.event_json import parse
-from harness.core.events import StepRecord
+from harness.core.events import Event, StepRecord
 
 NAMES: dict[str, tuple[str, ...]] = {
     "step": ("step", "_step", "global_step", "iteration", "iter", "steps", "iterations", "num_steps"),
@@ -45,8 +45,9 @@ SPREAD = re.compile(r"__(min|max)$")
 """Suffix of the columns in which W&B exports the range of a smoothed column."""
 
 
-def read_records(path: Path, wanted: Mapping[str, str]) -> Iterator[StepRecord]:
-    """The rows of a log; `wanted` names columns that `NAMES` does not match. All rows reuse the same record object."""
+def read_log(path: Path, wanted: Mapping[str, str]) -> Iterator[Event]:
+    """The rows of a log, and the other events of a log of this harness, in order; `wanted` names columns that `NAMES`
+    does not match. All rows of another program reuse the same record object."""
     if path.is_dir():
         command = shell_command("harness", "diagnose", path)
         message = f"is a directory; give a log such as {path}/events.jsonl, or use {command}"
@@ -62,7 +63,7 @@ def read_records(path: Path, wanted: Mapping[str, str]) -> Iterator[StepRecord]:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
 
 
-def _read_lines(path: Path, lines: Iterator[str], wanted: Mapping[str, str]) -> Iterator[StepRecord]:
+def _read_lines(path: Path, lines: Iterator[str], wanted: Mapping[str, str]) -> Iterator[Event]:
     first = next((line for line in lines if line.strip()), "")
     if not first:
         raise ConfigError(str(path), "is empty")
@@ -70,7 +71,7 @@ def _read_lines(path: Path, lines: Iterator[str], wanted: Mapping[str, str]) -> 
     yield from read(path, chain([first], lines), wanted)
 
 
-def _from_json(path: Path, lines: Iterator[str], wanted: Mapping[str, str]) -> Iterator[StepRecord]:
+def _from_json(path: Path, lines: Iterator[str], wanted: Mapping[str, str]) -> Iterator[Event]:
     columns: dict[str, str] = {}
     keys: list[str] = []
     known: set[str] = set()
@@ -83,7 +84,7 @@ def _from_json(path: Path, lines: Iterator[str], wanted: Mapping[str, str]) -> I
         if not isinstance(row, dict):
             continue
         if "event" in row and "iteration" in row:
-            yield from (event for event in parse(line) if isinstance(event, StepRecord))
+            yield from parse(line)
             continue
         if not known.issuperset(row):
             keys = list(dict.fromkeys([*keys, *row]))

@@ -2,21 +2,27 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from harness.analysis.judge.foreign_logs import find_columns, read_records
+from harness.analysis.judge.foreign_logs import find_columns, read_log
 from harness.config.errors import ConfigError
 from harness.core.event_json import to_json
+from harness.core.events import StepRecord
 from tests.sentinel.series import record
 
 Row = tuple[int, float, float]
 
 
+def records_of(path: Path, wanted: Mapping[str, str]) -> Iterator[StepRecord]:
+    return (event for event in read_log(path, wanted) if isinstance(event, StepRecord))
+
+
 def rows(path: Path, text: str, **wanted: str) -> list[Row]:
     path.write_text(text)
-    return [(each.step, each.loss, each.grad_norm) for each in read_records(path, wanted)]
+    return [(each.step, each.loss, each.grad_norm) for each in records_of(path, wanted)]
 
 
 WANT = [(1, 3.0, 0.5), (2, 2.5, 0.4)]
@@ -47,7 +53,7 @@ def test_tensorboard_export_has_one_metric_per_file(tmp_path: Path) -> None:
 def test_own_event_log_gives_full_records(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text(to_json(record(7, math.nan, 0.5, refused=True, nonfinite_ranks=[3])) + "\n")
-    (row,) = read_records(path, {})
+    (row,) = records_of(path, {})
     assert math.isnan(row.loss)
     assert (row.step, row.refused, row.nonfinite_ranks) == (7, True, [3])
 
@@ -101,12 +107,12 @@ def test_a_byte_order_mark_hides_no_column(name: str, tmp_path: Path) -> None:
     text = "step,loss\n70,2\n80,3\n" if name == "log.csv" else '{"step": 70, "loss": 2}\n{"step": 80, "loss": 3}\n'
     path = tmp_path / name
     path.write_text(text, encoding="utf-8-sig")
-    assert [(record.step, record.loss) for record in read_records(path, {})] == [(70, 2.0), (80, 3.0)]
+    assert [(record.step, record.loss) for record in records_of(path, {})] == [(70, 2.0), (80, 3.0)]
 
 
 def test_a_step_that_is_no_finite_number_is_the_number_of_the_row(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     path.write_text("step,loss\n10,1\ninf,2\n1e400,3\nnan,4\n")
-    assert [record.step for record in read_records(path, {})] == [10, 1, 2, 3]
+    assert [record.step for record in records_of(path, {})] == [10, 1, 2, 3]
     path.write_text("key,value,step\nloss,2,5\nloss,3,unknown\nloss,4,6\n")
-    assert [record.step for record in read_records(path, {})] == [5, 6]
+    assert [record.step for record in records_of(path, {})] == [5, 6]

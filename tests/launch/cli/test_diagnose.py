@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from harness.core.event_json import to_json
+from harness.core.events import Action, ActionKind, Event, Intervention
 from launch.cli.main import main
 from tests.analysis.postmortem import stories
-from tests.sentinel.series import losses
+from tests.sentinel.series import losses, norms, records
 
 
 def csv(path: Path, values: list[float]) -> str:
@@ -43,6 +46,36 @@ def test_a_csv_of_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     shown = capsys.readouterr().out
     assert "as for fp32, an exponent overflow near 1e38" in shown
     assert "restore a checkpoint from before it, if there is one" in shown
+
+
+@pytest.mark.parametrize("is_planned", [True, False])
+@pytest.mark.parametrize("command", ["judge", "diagnose"])
+def test_a_learning_rate_that_was_changed_on_purpose_is_no_jump(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, is_planned: bool
+) -> None:
+    """An operator halves the rate before step 200; a resume with another schedule doubles it before step 400."""
+    log: list[Event] = [
+        replace(row, time=float(row.step), lr=0.001 if 200 <= row.step < 400 else 0.002)
+        for row in records(losses(600), norms(600))
+    ]
+    cool = Action(
+        time=199.5,
+        iteration=199,
+        kind=ActionKind.cool,
+        step=199,
+        incident=0,
+        reason="try",
+        onset=199,
+        lr_scale=0.5,
+    )
+    changes = {"optim.lr": [0.001, 0.002]}
+    resumed = Intervention(time=399.5, iteration=399, who="ada", reason="run.resume=changed", changes=changes)
+    if is_planned:
+        log[400:400], log[200:200] = [resumed], [cool]
+    path = tmp_path / "events.jsonl"
+    path.write_text("".join(f"{to_json(event)}\n" for event in log))
+    main([command, str(path)])
+    assert ("lr_jump" in capsys.readouterr().out) is not is_planned
 
 
 def test_a_run_without_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
