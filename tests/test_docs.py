@@ -22,6 +22,8 @@ from harness.config import compose
 from harness.config.conf_files import options_of
 from harness.config.explain import keys_of
 from harness.drills import scenario
+from harness.optim.schedule import schedule_factor
+from harness.sentinel.detect.guards import MOST_EXPECTED_RISE
 from launch.cli import main
 from tests import composed, docs_tables
 from tests.bench.claims import ROOT
@@ -313,3 +315,13 @@ def test_a_wrong_link_is_reported() -> None:
 def test_a_missing_file_is_reported() -> None:
     text = "`harness/nothing.py` `harness/train.py` `conf/drill/NAME.yaml` `conf/`"
     assert list(missing_files(ROOT / "README.md", text)) == ["README.md: no harness/nothing.py"]
+
+
+@pytest.mark.parametrize("page", ["first-run", "own-data"])
+def test_a_longer_schedule_in_an_example_is_no_jump_of_the_learning_rate(page: str) -> None:
+    cfg = composed.load([])
+    text = (ROOT / f"docs/examples/{page}.md").read_text()
+    (num_steps,) = (int(number) for number in re.findall(r"train\.num_steps=(\d+) run\.resume=changed", text))
+    last = cfg.train.num_steps
+    before, after = (schedule_factor(cfg.optim, step=last, num_steps=steps) for steps in (last, num_steps))
+    assert before < after < MOST_EXPECTED_RISE * before
