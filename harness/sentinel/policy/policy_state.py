@@ -283,7 +283,8 @@ class PolicyState:
         """Evaluate the held-out loss. Healthy: keep the state, and accept the data unless the batches are bad. Damaged:
         climb the ladder. An incident that is watched first may recover by itself (the first updates on new data do
         damage that later ones repair); it is checked again before a restore. What is owed is acted on before the data
-        is accepted, which closes the incident, and otherwise after the response; a restore makes it void."""
+        is accepted, which closes the incident, and otherwise after the response; a restore makes it void. A healthy
+        state needs no restore for another incident either."""
         incident.is_checked = self.response is None or self.response.rung is not Rung.watch
         tolerance = self.cfg.held_out_tolerance
         at_level = is_at_level(outcome.held_out_loss, incident.expected, tolerance=tolerance)
@@ -291,7 +292,7 @@ class PolicyState:
         if self.response is not None and self.response.outranks_check:
             return
         rejected = [each for each in self.due if each.incident == incident.number and each.excludes_batch]
-        owed = [each for each in self.due if each.is_owed and each not in rejected]
+        owed = [each.without_restore() for each in self.due if each.is_owed and each not in rejected]
         if incident.is_healthy and incident.looks_like_data:  # the rejected batches are given back then
             self.accept_for = incident.number
             self.response, self.deferred, self.cure_for = None, owed, None

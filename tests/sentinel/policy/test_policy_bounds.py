@@ -878,6 +878,15 @@ class TestPolicyState:
         assert [each.kind for each in self.actions_after(run, check, 3.0)] == [ActionKind.rewind]
         assert run.iterate_clean(5) == []
 
+    def test_a_healthy_check_answers_the_restore_for_another_incident_too(self) -> None:
+        """What is owed for it follows without a second check; that would forget whose data is to be accepted."""
+        run, check = self.run_with_check()
+        state, batch = run.policy.policy_state, run.cursor
+        state.incidents.opened.append(OpenIncident(number=2, onset=61, onset_step=61, end_step=61, kinds=["refusals"]))
+        state.deferred = [Response(Rung.rewind, 2, "rejected in a row", batch=batch)]
+        found = [(each.kind, each.incident, each.exclude) for each in self.actions_after(run, check, 3.0)]
+        assert found == [(ActionKind.skip, 2, [batch, batch]), (ActionKind.accept, 1, [])]
+
     def test_growing_logits_in_the_record_of_a_loss_spike_are_clipped(self) -> None:
         run = Run()
         assert run.iterate_clean(60) == []
