@@ -96,7 +96,7 @@ class Run:
             record,
             state,
             doubtful_since=policy.doubtful_since,
-            is_settled=action is None and not policy.is_busy,
+            is_busy=policy.is_busy,
             remembered=parts.sentinel.memory,
         )
         return record, action

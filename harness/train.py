@@ -246,6 +246,8 @@ def process_reports(run: Run, *, everything: bool = False, ending: Ending | None
             continue
         further = run_actions(run, action, train_step) or reason_to_end(run, record)
         ending = further if ending is None or (further is not None and further.is_halt) else ending
+        if ending is None or not ending.is_halt:
+            parts.checkpoints.write_queued()
         if record.command_waits and ending is None:
             ending = run_operator_commands(run, train_step)
     for event in [*parts.checkpoints.drain_events(), *parts.sentinel.drain_events()]:

@@ -139,15 +139,14 @@ class CheckpointManager:
         state: RunState,
         *,
         doubtful_since: int | None = None,
-        is_settled: bool = True,
+        is_busy: bool = False,
         remembered: Callable[[], dict[str, Any]] = dict,
     ) -> None:
-        """Process the reduced record of one step: complete its snapshot, trust older snapshots, mark checkpoints good,
-        start the pending write.
+        """Process the reduced record of one step: complete its snapshot, trust older snapshots, mark checkpoints good.
 
         doubtful_since: first iteration under suspicion; nothing taken since then is trusted or becomes good.
-        is_settled: all that the records so far call for is done. Otherwise nothing is trusted or written: a run that is
-        killed before it is done must resume from an older state, or a rejected batch would be lost.
+        is_busy: a check or a trial is under way, and what earlier records call for is not done yet. Nothing is trusted:
+        a run that is killed now must resume from before these records, or a rejected batch would be lost.
         remembered: returns the sentinel's state, which is saved with the snapshot of this iteration.
         """
         slot = self._ring.find_incomplete(record.iteration)
@@ -157,12 +156,17 @@ class CheckpointManager:
             self._ring.distrust(doubtful_since)
         if record.refused or doubtful_since is not None:
             self._last_unclean = record.iteration
-        elif is_settled:
+        elif not is_busy:
             self._ring.trust(record.iteration)
             self._promote(record.iteration)
-        if is_settled:
-            self._write_queued()
         self._save_requested |= record.save_requested
+
+    def write_queued(self) -> None:
+        """Start the pending write if the report of its snapshot has arrived. All that the reports so far call for must
+        be done, as in `on_step_record`."""
+        if self._queued is not None and self._queued.is_complete:
+            slot, self._queued = self._queued, None
+            self._write(slot)
 
     def request_save(self) -> None:
         """Save after the next update."""
@@ -208,9 +212,8 @@ class CheckpointManager:
     def discard_after(self, iteration: int) -> None:
         """Drop the pending save, and all snapshots and candidates taken after this iteration, to which the run rolls
         back. A save that was requested is repeated after the next update."""
-        if self._queued is not None and self._queued.state.iteration > iteration:
-            self._save_requested |= self._is_queued_on_request
-            self._queued = None
+        self._save_requested |= self._queued is not None and self._is_queued_on_request
+        self._queued = None
         self._ring.discard_from(iteration + 1)
         self._candidates = {name: saved for name, saved in self._candidates.items() if saved <= iteration}
 
@@ -280,7 +283,7 @@ class CheckpointManager:
     def finish_saves(self) -> None:
         """Start the pending write and wait for it, so that all ranks have the same free slots. All reports must be
         processed, and all that they call for done."""
-        self._write_queued()
+        self.write_queued()
         self._writer.wait()
         self._collect_events()
 
@@ -328,12 +331,6 @@ class CheckpointManager:
                 self._on_disk.add(event.directory)
                 self._candidates[event.directory] = event.iteration
                 self._iterations[event.directory] = event.iteration
-
-    def _write_queued(self) -> None:
-        """Start the pending write if the report of its snapshot has arrived."""
-        if self._queued is not None and self._queued.is_complete:
-            slot, self._queued = self._queued, None
-            self._write(slot)
 
     def _write(self, slot: Slot) -> None:
         if catalog.name_of(slot.state.step, slot.state.generation) in self._on_disk:

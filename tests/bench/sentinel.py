@@ -129,6 +129,7 @@ class SentinelSteps:
         doubtful_since = parts.sentinel.policy.doubtful_since
         parts.checkpoints.on_step_record(record, state, doubtful_since=doubtful_since, remembered=parts.sentinel.memory)
         self.carry_out(action)
+        parts.checkpoints.write_queued()
 
     def carry_out(self, action: Action | None) -> None:
         """Carry out `watch` actions, which are cheap; exit on any other, which would make the two sides differ."""

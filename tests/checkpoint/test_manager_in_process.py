@@ -69,7 +69,7 @@ class Played:
         *,
         refused: bool = False,
         doubtful_since: int | None = None,
-        is_settled: bool = True,
+        is_busy: bool = False,
         **flags: Any,
     ) -> None:
         self.state.correct_step(refused=refused)
@@ -91,9 +91,11 @@ class Played:
             record,
             self.state,
             doubtful_since=doubtful_since,
-            is_settled=is_settled,
+            is_busy=is_busy,
             remembered=lambda: {"reports": self.state.iteration},
         )
+        if not is_busy:
+            self.checkpoints.write_queued()
 
     def step(self, **flags: Any) -> bool:
         is_saved = self.issue()
@@ -170,8 +172,8 @@ def test_state_is_neither_trusted_nor_saved_before_all_that_its_record_calls_for
     for _ in range(3):
         run.issue()
     run.report(1)
-    run.report(2, is_settled=False)
-    run.report(3, is_settled=False)
+    run.report(2, is_busy=True)
+    run.report(3, is_busy=True)
     run.finish_saves()
     assert run.saved == []
     assert not any(slot.is_trusted for slot in run.ring._slots)
@@ -183,23 +185,15 @@ def test_state_is_neither_trusted_nor_saved_before_all_that_its_record_calls_for
     assert [slot.state.iteration for slot in run.ring._slots if slot.is_trusted] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("at_the_end", [False, True])
-def test_save_that_waits_is_made_before_the_next_or_the_last_one(
-    tmp_path: Path, world: World, at_the_end: bool
-) -> None:
+def test_save_that_waits_is_made_before_another_slot_is_needed(tmp_path: Path, world: World) -> None:
     run = Played(tmp_path, world, every_steps=2)
     run.issue()
     run.issue()
     run.report(1)
-    run.report(2, is_settled=False)
-    if at_the_end:
-        run.issue()
-        run.report(3, is_settled=False)
-        assert run.checkpoints.save_last(run.state, is_done=False)
-    else:
-        run.checkpoints.finish_saves()
+    run.report(2, is_busy=True)
+    run.checkpoints.finish_saves()
     run.finish_saves()
-    assert run.saved == ([2, 3] if at_the_end else [2])
+    assert run.saved == [2]
     assert not any(slot.is_saving for slot in run.ring._slots)
 
 
@@ -508,17 +502,6 @@ def test_undone_steps_do_not_make_a_checkpoint_good(tmp_path: Path, world: World
     for step, expected in ((5, []), (6, []), (7, [name_of(4, 0)])):
         run.step()
         assert [name for name, _ in run.marks][1:] == expected, f"after step {step}"
-
-
-def test_save_of_a_state_before_the_restored_one_is_not_dropped(tmp_path: Path, world: World) -> None:
-    run = Played(tmp_path, world, every_steps=2)
-    run.issue()
-    run.issue()
-    run.report(1)
-    run.report(2, is_settled=False)
-    run.checkpoints.discard_after(2)
-    run.step()
-    assert run.saved == [2]
 
 
 class Clock:

@@ -157,6 +157,7 @@ def take_step(checkpoints: CheckpointManager, state: RunState) -> None:
         stop_requested=False,
     )
     checkpoints.on_step_record(record, state)
+    checkpoints.write_queued()
 
 
 @pytest.mark.full

@@ -215,6 +215,7 @@ def test_a_response_to_a_step_in_flight_follows_the_trial_that_it_prevents() -> 
     run = Run(with_trials())
     trial = start_trial(run)
     assert run.iterate(FindingKind.divergence) is None
+    assert run.policy.is_busy
     assert run.policy.policy_state.response is not None
     follow_up = finish_trial(run, trial, succeeded=False)
     assert follow_up is not None
