@@ -125,7 +125,7 @@ def connect_to_store(group: NodeGroup) -> Future[TCPStore]:
         try:
             store = TCPStore(group.address, group.store_port, wait_for_workers=False, timeout=timeout, **serving)
             opening.set_result(store)
-        except DistError as error:
+        except Exception as error:
             opening.set_exception(error)
 
     Thread(target=connect, name="store", daemon=True).start()
