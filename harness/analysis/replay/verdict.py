@@ -125,7 +125,7 @@ def classify(
 
 def reproduced_iteration(replayed: dict[str, Any]) -> int | None:
     """The iteration whose step the replay in a `replay.json` reproduced, from finite weights; None: it did not."""
-    has_finite_weights = not any(seen["broken_weights"] for seen in replayed.get("seen", {}).values())
+    has_finite_weights = not any(seen.get("broken_weights") for seen in replayed.get("seen", {}).values())
     is_reproduced = replayed.get("nature") == Reproducibility.deterministic and has_finite_weights
     return int(replayed["iteration"]) if is_reproduced else None
 
