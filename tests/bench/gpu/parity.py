@@ -1,16 +1,17 @@
 """Does fp8 train as well as bf16? Complete runs with the same seed and the same batches, and their loss curves.
 
     python -m tests.bench.gpu.parity                        125m, 1,000 steps of 16 x 1024 tokens, a few minutes
+    python -m tests.bench.gpu.parity train.batch_size=8 --steps 2000 --seeds 0 1 2
     python -m tests.bench.gpu.parity precision.fp8.recipe=block --picture parity.png
     python -m tests.bench.gpu.parity --engine emulated --steps 60 model=tiny --no-compile
 
 The corpus is available on every machine: the Python files of the standard library and of torch, byte by byte, ordered
 by a hash of their names. All runs are `python -m harness.train` with the sentinel on, at the same time; their speed is
-not measured. Losses are smoothed by a mean over the last steps; the criterion is the final difference of the smoothed
-curves. While the loss falls fast, a run that is a few steps ahead differs by several percent, whatever the reason. So a
-twin of the bf16 run takes each batch in two halves, which only changes rounding; the difference of fp8 is printed with
-that of the twin. The learning rate is small for the same reason: at three times this rate two bf16 runs end up to half
-a percent apart, and two fp8 runs one percent.
+not measured. Each seed has other weights and other batches. Losses are smoothed by a mean over the last steps; the
+criterion is the final difference of the smoothed curves, for every seed. While the loss falls fast, a run that is a few
+steps ahead differs by several percent, whatever the reason. So a twin of the bf16 run takes each batch in two halves,
+which only changes rounding; the difference of fp8 is printed with that of the twin. The learning rate is small for the
+same reason: at three times this rate two bf16 runs end up to half a percent apart, and two fp8 runs one percent.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from harness.config.compose import load
 from harness.core import event_json
 from harness.core.events import StepRecord
 
@@ -86,21 +88,23 @@ def relative_differences(curves: list[Curve]) -> dict[str, NDArray[np.float64]]:
     return {curve.name: curve.smoothed / first.smoothed - 1 for curve in others}
 
 
-def draw(curves: list[Curve], path: Path) -> None:
+def draw(seeds: list[list[Curve]], path: Path) -> None:
+    """The curves of the first seed, and the differences of all seeds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
-    for curve in curves:
+    for curve in seeds[0]:
         steps = np.arange(SMOOTHING_STEPS, len(curve.losses) + 1)
         above.plot(steps, curve.smoothed, label=curve.name, linewidth=1)
     above.set_ylabel(f"loss (nats a byte), mean of {SMOOTHING_STEPS} steps")
     above.set_yscale("log")
     above.legend()
     below.axhline(0, linewidth=1, color="C0")
-    for number, difference in enumerate(relative_differences(curves).values(), start=1):
-        steps = np.arange(SMOOTHING_STEPS, SMOOTHING_STEPS + len(difference))
-        below.plot(steps, 100 * difference, linewidth=1, color=f"C{number}")
+    for curves in seeds:
+        for number, difference in enumerate(relative_differences(curves).values(), start=1):
+            steps = np.arange(SMOOTHING_STEPS, SMOOTHING_STEPS + len(difference))
+            below.plot(steps, 100 * difference, linewidth=1, color=f"C{number}")
     below.set_ylabel("over bf16 (%)")
     below.set_xlabel("step")
     figure.savefig(path, dpi=120)
@@ -112,48 +116,71 @@ def main() -> int:
     )
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of all runs")
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="each trains bf16, fp8 and the twin")
     parser.add_argument("--engine", choices=["transformer_engine", "emulated"], default="transformer_engine")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--picture", type=Path, help="where to draw the curves")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the runs there")
     options = parser.parse_args()
-    warmup = min(100, options.steps // 10)
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory)
+    with tempfile.TemporaryDirectory() as scratch:
+        root = options.keep or Path(scratch)
+        root.mkdir(parents=True, exist_ok=True)
         size = write_corpus(root / "library.bin")
-        common = [
-            *("model=125m", "data=files", f"data.sources.main.paths=[{root}/library.bin]"),
-            "data.sources.main.dtype=uint16",
-            *(
-                "model.vocab_size=256",
-                f"train.batch_size={BATCH_SIZE}",
-                "train.sequence_length=1024",
-                "eval.every_steps=0",
-            ),
-            *(f"train.num_steps={options.steps}", f"optim.warmup_steps={warmup}", f"optim.lr={LEARNING_RATE}"),
-            *("telemetry=plain", "checkpoint.every_steps=0", f"parallel.compile={str(options.compile).lower()}"),
-            *options.overrides,
-        ]
-        variants = {
-            "bf16": ["precision=bf16"],
-            "fp8": ["precision=fp8", f"precision.fp8.engine={options.engine}"],
-            "twin": ["precision=bf16", f"train.micro_batch_size={BATCH_SIZE // 2}"],
-        }
-        with ThreadPoolExecutor() as pool:
-            runs = [pool.submit(train, name, [*common, *variant], root) for name, variant in variants.items()]
-            curves = [run.result() for run in runs]
+        with ThreadPoolExecutor(max_workers=3 * len(options.seeds)) as pool:
+            jobs = [
+                [
+                    pool.submit(train, name, overrides, root / f"seed{seed}")
+                    for name, overrides in variants(root, seed, options).items()
+                ]
+                for seed in options.seeds
+            ]
+            seeds = [[job.result() for job in of_seed] for of_seed in jobs]
     print(f"{size / 2**20:.0f} MiB of Python, {options.steps} steps: " + " ".join(options.overrides))
-    found = relative_differences(curves)
-    for step in sorted({SMOOTHING_STEPS, *range(options.steps // 5, options.steps + 1, max(1, options.steps // 5))}):
+    for seed, curves in zip(options.seeds, seeds, strict=True):
+        print(f"\nseed {seed}")
+        print_differences(curves)
+    print()
+    final = {
+        name: [relative_differences(curves)[name][-1] for curves in seeds] for name in relative_differences(seeds[0])
+    }
+    for name, values in final.items():
+        mean = sum(values) / len(values)
+        print(f"{name} at the end: mean {mean:+.2%}, of {', '.join(f'{value:+.2%}' for value in values)}")
+    if options.picture:
+        draw(seeds, options.picture)
+    return 0 if all(abs(value) < MAX_FINAL_DIFFERENCE for value in final["fp8"]) else 1
+
+
+def variants(root: Path, seed: int, options: argparse.Namespace) -> dict[str, list[str]]:
+    """Name -> overrides of the runs of a seed; the first is the one that the others are compared with."""
+    warmup = min(100, options.steps // 10)
+    common = [
+        *("model=125m", "data=files", f"data.sources.main.paths=[{root}/library.bin]"),
+        *("data.sources.main.dtype=uint16", "model.vocab_size=256"),
+        *(f"train.batch_size={BATCH_SIZE}", "train.sequence_length=1024", "eval.every_steps=0"),
+        *(f"train.num_steps={options.steps}", f"optim.warmup_steps={warmup}", f"optim.lr={LEARNING_RATE}"),
+        *("telemetry=plain", "checkpoint.every_steps=0", f"parallel.compile={str(options.compile).lower()}"),
+        f"run.seed={seed}",
+        *options.overrides,
+    ]
+    batch_size = load(common).train.batch_size
+    return {
+        "bf16": [*common, "precision=bf16"],
+        "fp8": [*common, "precision=fp8", f"precision.fp8.engine={options.engine}"],
+        "twin": [*common, "precision=bf16", f"train.micro_batch_size={batch_size // 2}"],
+    }
+
+
+def print_differences(curves: list[Curve]) -> None:
+    found, num_steps = relative_differences(curves), len(curves[0].losses)
+    for step in sorted({SMOOTHING_STEPS, *range(num_steps // 5, num_steps + 1, max(1, num_steps // 5))}):
         if step >= SMOOTHING_STEPS:
             at = step - SMOOTHING_STEPS
             others = "  ".join(f"{name} {difference[at]:+.2%}" for name, difference in found.items())
             print(f"step {step:>6}: bf16 {curves[0].smoothed[at]:.4f}  {others}")
     for name, difference in found.items():
-        whole, half = (largest_difference(difference, first) for first in (warmup, options.steps // 2))
-        print(f"largest difference of {name} after the warm-up: {whole:.2%}, in the second half: {half:.2%}")
-    if options.picture:
-        draw(curves, options.picture)
-    return 0 if abs(found["fp8"][-1]) < MAX_FINAL_DIFFERENCE else 1
+        half = largest_difference(difference, num_steps // 2)
+        print(f"largest difference of {name} in the second half: {half:.2%}")
 
 
 def largest_difference(difference: NDArray[np.float64], first: int) -> float:
