@@ -192,7 +192,7 @@ class CheckpointManager:
                 for checkpoint in saved
                 if checkpoint.step <= until_step and _is_allowed(checkpoint, allowed, strict=strict)
             ]
-            found = [(checkpoint.name, self._iteration_of(checkpoint, strict=strict)) for checkpoint in usable]
+            found = [(checkpoint.name, self._iteration_of(checkpoint.path, strict=strict)) for checkpoint in usable]
             return [(name, iteration) for name, iteration in found if iteration is not None and iteration < before]
 
         try:
@@ -227,33 +227,40 @@ class CheckpointManager:
 
     def _taint(self, iteration: int, reason: str) -> None:
         """On rank 0. Reads the iteration of every checkpoint before it taints any; `StorageError` if one cannot be
-        read. The taint log is for their copies in an object store."""
+        read.
 
-        def find() -> list[Checkpoint]:
+        The taint log is for their copies in an object store. A copy may be intact although the local checkpoint is
+        damaged, so damaged ones count there unless they are known to be older.
+        """
+
+        def find() -> dict[Path, int | None]:
             saved = catalog.list_checkpoints(self._root)
-            found = [(checkpoint, self._iteration_of(checkpoint, strict=True)) for checkpoint in saved]
-            return [checkpoint for checkpoint, taken in found if taken is not None and taken > iteration]
+            taken = {checkpoint.path: self._iteration_of(checkpoint.path, strict=True) for checkpoint in saved}
+            damaged = catalog.list_damaged(self._root)
+            return taken | {path: self._iteration_of(path, strict=True) for path in damaged}
 
-        undone = self._rank_zero_retry().call(find)
-        for checkpoint in undone:
-            catalog.mark(checkpoint.path, Health.tainted, reason)
+        taken = self._rank_zero_retry().call(find)
+        undone = [path for path, taken_after in taken.items() if taken_after is None or taken_after > iteration]
+        for path in undone:
+            if catalog.is_checkpoint_name(path.name) and taken[path] is not None:
+                catalog.mark(path, Health.tainted, reason)
         if undone:
-            newest = max(checkpoint.generation for checkpoint in undone)
+            newest = max(catalog.parse_name(path.name)[1] for path in undone)
             record_taint(self._root, Taint(iteration, newest, reason, time.time()))
 
-    def _iteration_of(self, checkpoint: Checkpoint, *, strict: bool) -> int | None:
+    def _iteration_of(self, path: Path, *, strict: bool) -> int | None:
         """The iteration a checkpoint was taken after. None if a resume would reject it anyway (damaged manifest, other
         version) and, unless `strict`, if its storage cannot be read."""
-        if checkpoint.name not in self._iterations:
+        if path.name not in self._iterations:
             try:
-                self._iterations[checkpoint.name] = integrity.read_manifest(checkpoint.path).iteration
+                self._iterations[path.name] = integrity.read_manifest(path).iteration
             except (Damaged, OtherVersion):
                 return None
             except StorageError:
                 if strict:
                     raise
                 return None
-        return self._iterations[checkpoint.name]
+        return self._iterations[path.name]
 
     def drain_events(self) -> Iterator[Event]:
         """Yield the events of saves and health marks since the last call."""

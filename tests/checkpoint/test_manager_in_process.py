@@ -471,8 +471,22 @@ def test_later_checkpoints_are_tainted(five: Played, world: World) -> None:
         10: Health.candidate,
     }, "a damaged manifest is rejected anyway"
     assert json.loads((five.root / name_of(8, 0) / catalog.HEALTH).read_text())["reason"] == "a test"
-    checkpoints.taint_since(10, "a rewind that undoes no checkpoint")
     assert [taint[:3] for taint in read_taints(five.root)] == [(4, 0, "a test")]
+
+
+def test_a_damaged_checkpoint_taints_its_copies_in_a_store(five: Played, world: World) -> None:
+    """Its copy may be intact. A damaged manifest may be of any iteration; one that can be read tells which."""
+    checkpoints = resumed(five, world)
+    checkpoints.taint_since(10, "undoes no checkpoint")
+    catalog.quarantine(five.root / name_of(8, 0))
+    checkpoints.taint_since(9, "undoes the newest one")
+    catalog.delete(five.root / name_of(10, 0))
+    checkpoints.taint_since(8, "undoes none that is left")
+    checkpoints.taint_since(7, "undoes the quarantined one")
+    (five.root / name_of(2, 0) / integrity.MANIFEST).write_text("{}")
+    resumed(five, world).taint_since(8, "may undo the damaged one")
+    assert [taint[0] for taint in read_taints(five.root)] == [9, 7, 8]
+    assert five.health == {2: Health.good, 4: Health.good, 6: Health.tainted}
 
 
 def test_discard_after_drops_pending_save_and_later_snapshots(tmp_path: Path, world: World) -> None:
