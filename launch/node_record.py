@@ -17,16 +17,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from threading import Lock
-from typing import Any, final
+from typing import final
 
 from harness.core.events import Event, Finding, FindingKind, RunRestarted, RunStarted
 from harness.core.rundir import RunDir, write_atomically
+from harness.core.stderr_lines import print_warning
 from harness.core.transient_io import retry_transient
 from launch.slurm.node_exclusion import (
     NodeExclusion,
     NodeFault,
     NodeFaultKind,
     exclusions_from_json,
+    faults_from_json,
     find_out_nodes,
 )
 
@@ -45,34 +47,49 @@ def node_record_path(run: RunDir) -> Path:
     return run.path / "nodes.json"
 
 
+class DamagedRecordError(Exception):
+    """The file is not what a launcher writes; it may still hold faults that a person can read."""
+
+
 def read_node_faults(run: RunDir) -> list[NodeFault]:
-    """All recorded faults, oldest first; none if the file is missing, damaged or cannot be read."""
-    try:
-        return load_node_faults(run)
-    except OSError:
-        return []
-
-
-def load_node_faults(run: RunDir) -> list[NodeFault]:
-    """All recorded faults, oldest first; none if the file is missing or damaged. Raises OSError if storage fails."""
-    path = node_record_path(run)
-    try:
-        faults = json.loads(retry_transient(lambda: path.read_text(encoding="utf-8")))["faults"]
-        return [parse_fault(fault) for fault in faults]
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
-        return []
+    """All recorded faults, oldest first; none, with a warning, if the file is damaged or cannot be read."""
+    return read_record(run)[0]
 
 
 def read_out_nodes(run: RunDir) -> list[NodeExclusion]:
-    """The machines that were out when the file was written; none if it is missing or damaged."""
+    """The machines that were out at the last write; none, with a warning, if the file is damaged or cannot be read."""
+    return read_record(run)[1]
+
+
+def read_record(run: RunDir) -> tuple[list[NodeFault], list[NodeExclusion]]:
     try:
-        return list(exclusions_from_json(json.loads(node_record_path(run).read_text(encoding="utf-8"))["out"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
+        return load_record(run)
+    except (OSError, DamagedRecordError) as error:
+        print_warning(f"{node_record_path(run)} is left out, because it {describe_problem(error)}")
+        return [], []
 
 
-def parse_fault(fields: dict[str, Any]) -> NodeFault:
-    return NodeFault(**(fields | {"kind": NodeFaultKind(fields["kind"])}))
+def load_record(run: RunDir) -> tuple[list[NodeFault], list[NodeExclusion]]:
+    """All recorded faults, oldest first, and the machines that are out; none of both if the file is missing. Raises
+    OSError if storage fails, and DamagedRecordError."""
+    path = node_record_path(run)
+    try:
+        content = json.loads(retry_transient(lambda: path.read_text(encoding="utf-8")))
+        if not isinstance(content, dict):
+            raise TypeError("it is not a mapping")
+        return faults_from_json(content["faults"]), list(exclusions_from_json(content["out"]))
+    except (FileNotFoundError, NotADirectoryError):
+        return [], []
+    except KeyError as error:
+        raise DamagedRecordError(f"{error} is missing") from None
+    except (ValueError, TypeError, RecursionError) as error:
+        raise DamagedRecordError(str(error)) from None
+
+
+def describe_problem(error: OSError | DamagedRecordError) -> str:
+    if isinstance(error, OSError):
+        return f"cannot be read: {error.strerror}"
+    return f"is damaged: {error}; repair or remove it"
 
 
 def faults_of_findings(events: Iterable[Event], hosts: Sequence[str], *, nproc: int) -> list[NodeFault]:
@@ -107,8 +124,8 @@ def faults_of_findings(events: Iterable[Event], hosts: Sequence[str], *, nproc: 
 class NodeRecord:
     """The faults of the machines of a run; only the coordinator writes them. Safe to use from several threads.
 
-    The file is read before it is first used or written. If storage fails, it is read the next time, and not written
-    before: it may hold faults that this launcher does not know.
+    The file is read before it is first used or written. If storage fails or the file is damaged, it is read the next
+    time, and not written before: it may hold faults that this launcher does not know.
     """
 
     def __init__(self, run: RunDir, *, hours: float) -> None:
@@ -160,9 +177,10 @@ class NodeRecord:
         if self._is_read:
             return
         try:
-            stored = load_node_faults(self.run)
-        except OSError as error:
-            self._warn("read", error)
+            stored, _ = load_record(self.run)
+        except (OSError, DamagedRecordError) as error:
+            line = f"{node_record_path(self.run)} {describe_problem(error)}"
+            print(f"harness: warning: {line}; no fault is recorded now", file=sys.stderr, flush=True)
             return
         known = {fault._replace(returned=None) for fault in stored}
         self._faults = [*stored, *(fault for fault in self._faults if fault._replace(returned=None) not in known)]
@@ -176,11 +194,8 @@ class NodeRecord:
             "out": [asdict(exclusion) for exclusion in out],
             "faults": [fault._asdict() for fault in self._faults],
         }
-        try:
-            write_atomically(node_record_path(self.run), json.dumps(content, indent=1) + "\n")
-        except OSError as error:
-            self._warn("write", error)
-
-    def _warn(self, what: str, error: OSError) -> None:
         path = node_record_path(self.run)
-        print(f"harness: warning: cannot {what} {path}: {error.strerror}", file=sys.stderr, flush=True)
+        try:
+            write_atomically(path, json.dumps(content, indent=1) + "\n")
+        except OSError as error:
+            print(f"harness: warning: cannot write {path}: {error.strerror}", file=sys.stderr, flush=True)

@@ -18,7 +18,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, final
+from types import NoneType
+from typing import Any, NamedTuple, final
 
 from harness.config.launch import SlurmConfig
 
@@ -172,6 +173,29 @@ def drop_expired(exclusions: Iterable[NodeExclusion], *, now: float) -> list[Nod
     return [exclusion for exclusion in exclusions if exclusion.until > now]
 
 
-def exclusions_from_json(items: Iterable[Mapping[str, object]]) -> tuple[NodeExclusion, ...]:
-    """Raises TypeError if a field is missing or unknown."""
-    return tuple(NodeExclusion(**item) for item in items)  # type: ignore[arg-type]
+FIELD_KINDS: dict[str, tuple[type, ...]] = {
+    "time": (int, float),
+    "returned": (int, float, NoneType),
+    "num_failures": (int,),
+    "until": (int, float),
+    "since": (int, float),
+}
+"""Types of the fields of a fault or an exclusion in JSON; all others are texts."""
+
+
+def faults_from_json(items: Iterable[Mapping[str, Any]]) -> list[NodeFault]:
+    """Raises TypeError or ValueError if a field is missing, unknown or of a wrong type."""
+    faults = [NodeFault(**check_fields(item)) for item in items]
+    return [fault._replace(kind=NodeFaultKind(fault.kind)) for fault in faults]
+
+
+def exclusions_from_json(items: Iterable[Mapping[str, Any]]) -> tuple[NodeExclusion, ...]:
+    """Raises TypeError or ValueError if a field is missing, unknown or of a wrong type."""
+    return tuple(NodeExclusion(**check_fields(item)) for item in items)
+
+
+def check_fields(item: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in (fields := dict(item)).items():
+        if type(value) not in FIELD_KINDS.get(name, (str,)):
+            raise TypeError(f"{name} is {value!r}")
+    return fields

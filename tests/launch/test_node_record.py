@@ -102,11 +102,36 @@ def test_faults_are_kept_once_and_a_lost_machine_may_return(tmp_path: Path) -> N
     assert list(record.find_out()) == ["a"], "lost twice"
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"faults": [{"node": "a"}], "out": [{"x": 1}]}'])
-def test_a_damaged_file_counts_as_empty(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "Expecting value"),
+        ("[]", "it is not a mapping"),
+        ("{", "Expecting property name"),
+        ("[" * 100_000, "recursion"),
+        ('{"faults": []}', "'out' is missing"),
+        ('{"faults": 3, "out": []}', "not iterable"),
+        ('{"faults": [{"node": "a"}], "out": []}', "time"),
+        ('{"faults": [{"time": 1.0, "node": {}, "reason": "", "kind": "lost"}], "out": []}', "node is {}"),
+        ('{"faults": [], "out": [{"node": "a", "reason": "", "num_failures": 1, "until": "x"}]}', "until is 'x'"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_damaged_file_is_one_warning_and_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, problem: str
+) -> None:
     run = RunDir(tmp_path)
     node_record_path(run).write_text(text)
-    assert (read_node_faults(run), read_out_nodes(run)) == ([], [])
+    for read in (read_node_faults, read_out_nodes):
+        assert read(run) == []
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"warning: {node_record_path(run)} is left out, because it is damaged: ")
+        assert problem in line
+    record = NodeRecord(run, hours=24.0)
+    record.add([NodeFault(time.time(), "c", "is gone", NodeFaultKind.lost)])
+    assert list(record.find_out()) == ["c"]
+    assert capsys.readouterr().err.startswith(f"harness: warning: {node_record_path(run)} is damaged: ")
+    assert node_record_path(run).read_text() == text
 
 
 def test_a_file_that_cannot_be_read_for_a_while_is_not_overwritten(
@@ -132,7 +157,7 @@ def test_a_file_that_cannot_be_read_for_a_while_is_not_overwritten(
     record = NodeRecord(run, hours=24.0)
     record.add([NodeFault(now, "c", "is gone", NodeFaultKind.lost)])
     assert list(record.find_out()) == ["c"]
-    assert capsys.readouterr().err.startswith(f"harness: warning: cannot read {node_record_path(run)}: Stale file")
+    assert capsys.readouterr().err.startswith(f"harness: warning: {node_record_path(run)} cannot be read: Stale file")
     num_failures = 0
     record.mark_returned("b")
     assert list(record.find_out()) == ["a", "c"]
