@@ -6,6 +6,7 @@ import re
 import shlex
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from harness.analysis.postmortem.report.incident_text import FILES, NOT_MEASURED
 from harness.analysis.postmortem.report.panels import PAINTERS, draw
 from harness.analysis.postmortem.rules.causes import Cause, Panel
 from harness.analysis.postmortem.write import EVIDENCE, MARKDOWN, PAGE, write_folder
-from harness.core.events import ActionKind, Event, FindingKind, TrialMeasured
+from harness.core.events import ActionKind, Event, FindingKind, RunStarted, TrialMeasured
 from tests.analysis.postmortem import stories
 from tests.analysis.postmortem.stories import ONSET, evidence_of, write
 from tests.composed import load
@@ -79,6 +80,21 @@ def test_commands_of_a_run_with_any_name_compose(tmp_path: Path, name: str) -> N
     repetition = f"verify-{name}-001"
     assert [(run.dir, run.name) for run in trained] == [("a sweep", name), ("a sweep", repetition)]
     assert commands[-1] == ["harness", "verify", f"a sweep/{name}", "--incident", "1", "--log", f"a sweep/{repetition}"]
+
+
+def test_a_run_that_began_with_imported_weights_is_not_repeated_from_its_seed(tmp_path: Path) -> None:
+    log = stories.poisoned()
+    imported = [
+        replace(each, resumed_from="step-00000000-gen-0") if isinstance(each, RunStarted) else each for each in log
+    ]
+    evidence = evidence_of(write(tmp_path / "runs" / "run", imported))
+    evidence.run.path, evidence.run.overrides = "runs/run", OVERRIDES
+    text = markdown_report.render(evidence)
+    section = text[text.index("## 6. Verification") : text.index("## 7. Lesson")]
+    assert "harness train" not in section
+    assert "began with step-00000000-gen-0: import the same weights first" in section
+    assert "`harness checkpoint import MODEL runs/verify-run-001`" in section
+    assert "harness verify runs/run --incident 1 --log runs/verify-run-001" in section
 
 
 def test_missing_measurements_are_reported_as_not_measured() -> None:

@@ -230,11 +230,14 @@ def _verification(evidence: Evidence, remedy: Remedy | None) -> list[str]:
     seed = NOT_MEASURED if wanted.seed is None else wanted.seed
     number = str(evidence.incident.number)
     is_remark = evidence.folder.startswith("remark")
-    log = ["--log", wanted.folder] if wanted.train else []
+    log = ["--log", wanted.folder] if wanted.train or wanted.first_weights else []
     check = shell_command("harness", "verify", evidence.run.path, "--incident", number, *log)
     train = [f"      {shell_command('harness', 'train', *wanted.train)}"] if wanted.train else []
+    imported = shell_command("harness", "checkpoint", "import", "MODEL", wanted.folder)
+    first = f"- the run began with {wanted.first_weights}: import the same weights first (`{imported}`)"
     return [
         "## 6. Verification",
+        *([first] if wanted.first_weights else []),
         f"- re-run with seed {seed} and the change through step {wanted.through}:",
         "",
         *train,
