@@ -37,6 +37,7 @@ def read_until_memory(gpus: Nvml, least_bytes: float) -> GpuLoad:
         time.sleep(0.05)
 
 
+@pytest.mark.alone
 def test_memory_power_and_temperature_are_measured() -> None:
     gpus = Nvml.open([uuid()])
     assert gpus is not None
