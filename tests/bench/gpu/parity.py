@@ -10,8 +10,10 @@ by a hash of their names. All runs are `python -m harness.train` with the sentin
 not measured. Each seed has other weights and other batches. Losses are smoothed by a mean over the last steps; the
 criterion is the final difference of the smoothed curves, for every seed. While the loss falls fast, a run that is a few
 steps ahead differs by several percent, whatever the reason. So a twin of the bf16 run takes each batch in two halves,
-which only changes rounding; the difference of fp8 is printed with that of the twin. The learning rate is small for the
-same reason: at three times this rate two bf16 runs end up to half a percent apart, and two fp8 runs one percent.
+which only changes rounding, and a neighbour starts from weights that are 0.1 % larger. If the neighbour ends as far
+from bf16 as fp8 does, in either direction, then the difference shows how runs diverge and not what fp8 costs. The
+learning rate is small for the same reason: at three times this rate two bf16 runs end up to half a percent apart, and
+two fp8 runs one percent.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ CORPUS_BYTES = 32 * 2**20
 SMOOTHING_STEPS = 50
 MAX_FINAL_DIFFERENCE = 0.01
 BATCH_SIZE = 16
+NEIGHBOUR = 1.001
+"""Factor of the initial weights of a run that starts close to the first one."""
 LEARNING_RATE = 1.0e-4
 """The usual 6e-4 for 125m parameters and half a million tokens, scaled by the square root of the batch size."""
 
@@ -116,7 +120,8 @@ def main() -> int:
     )
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of all runs")
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="each trains bf16, fp8 and the twin")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="each trains bf16, fp8, twin and neighbour")
+    parser.add_argument("--jobs", type=int, help="runs at the same time; default: all")
     parser.add_argument("--engine", choices=["transformer_engine", "emulated"], default="transformer_engine")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--picture", type=Path, help="where to draw the curves")
@@ -126,13 +131,11 @@ def main() -> int:
         root = options.keep or Path(scratch)
         root.mkdir(parents=True, exist_ok=True)
         size = write_corpus(root / "library.bin")
-        with ThreadPoolExecutor(max_workers=3 * len(options.seeds)) as pool:
+        planned = {seed: variants(root, seed, options) for seed in options.seeds}
+        with ThreadPoolExecutor(options.jobs or sum(map(len, planned.values()))) as pool:
             jobs = [
-                [
-                    pool.submit(train, name, overrides, root / f"seed{seed}")
-                    for name, overrides in variants(root, seed, options).items()
-                ]
-                for seed in options.seeds
+                [pool.submit(train, name, overrides, root / f"seed{seed}") for name, overrides in runs.items()]
+                for seed, runs in planned.items()
             ]
             seeds = [[job.result() for job in of_seed] for of_seed in jobs]
     print(f"{size / 2**20:.0f} MiB of Python, {options.steps} steps: " + " ".join(options.overrides))
@@ -163,11 +166,12 @@ def variants(root: Path, seed: int, options: argparse.Namespace) -> dict[str, li
         f"run.seed={seed}",
         *options.overrides,
     ]
-    batch_size = load(common).train.batch_size
+    cfg = load(common)
     return {
         "bf16": [*common, "precision=bf16"],
         "fp8": [*common, "precision=fp8", f"precision.fp8.engine={options.engine}"],
-        "twin": [*common, "precision=bf16", f"train.micro_batch_size={batch_size // 2}"],
+        "twin": [*common, "precision=bf16", f"train.micro_batch_size={cfg.train.batch_size // 2}"],
+        "neighbour": [*common, "precision=bf16", f"model.init_std={cfg.model.init_std * NEIGHBOUR}"],
     }
 
 
