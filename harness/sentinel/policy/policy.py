@@ -204,7 +204,7 @@ class Policy:
             yield FoldedEvent(event, chosen)
 
     def _act_on(self, response: Response, incident: OpenIncident, now: DecisionPoint) -> Action | None:
-        budgets, progress = self.policy_state.budgets, self.policy_state.progress
+        state = self.policy_state
         match response.rung:
             case Rung.halt:
                 return self._halt(incident, response.reason, now)
@@ -223,13 +223,11 @@ class Policy:
                 response.check_first and (check := self._check_held_out(incident, response.reason, now)) is not None
             ):
                 return check
-            case Rung.skip if budgets.allows(ActionKind.skip, progress=progress):
+            case Rung.skip if state.only_watches or state.budgets.allows(ActionKind.skip, progress=state.progress):
                 assert response.batch is not None, "it answers a rejected update"
                 batches = [response.batch, response.batch]
                 skip = self._make_action(ActionKind.skip, incident, response.reason, now)
                 return replace(skip, give_back=[batches]) if response.gives_back else replace(skip, exclude=batches)
-            case Rung.skip if self.policy_state.only_watches:
-                return None
             case Rung.skip:
                 return self._restore(incident, Rung.rollback, f"{response.reason}; the skip budget is spent", now)
             case rung:
