@@ -26,7 +26,7 @@ class LossScale:
     def update(self, *, overflow: Tensor, refused: Tensor) -> None:
         """Halve at an overflow, double after `growth_interval` clean steps; no host sync.
 
-        An update that was refused for its size changes nothing.
+        An update that was rejected for its size, or for a loss that is not finite, changes nothing.
         """
         if self.growth_interval is None:
             return

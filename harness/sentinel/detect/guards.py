@@ -215,7 +215,7 @@ class ScaleGuard:
         scale = record.loss_scale
         if scale is None:
             return
-        overflow = record.refused and not math.isfinite(record.grad_norm)
+        overflow = record.refused and math.isfinite(record.loss) and not math.isfinite(record.grad_norm)
         self.stuck = self.stuck + 1 if overflow and scale == self.last else 0
         self.last = scale
         collapsed = scale < 1.0 or self.stuck >= STUCK_ROWS

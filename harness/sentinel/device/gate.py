@@ -55,7 +55,8 @@ class GateDecision(NamedTuple):
     skip_mask: Tensor
     """1.0 if the update is rejected, else 0.0. Exactly these values: the AdamW kernel compares with 1."""
     overflow: Tensor
-    """1.0 if the loss or the gradient norm is not finite, else 0.0."""
+    """1.0 if the gradient norm is not finite although the loss is, else 0.0. The loss does not depend on the fp16 loss
+    scale, so the batch or the weights are to blame if it is not finite."""
     bounds: Tensor
     """The bounds of the loss and of the gradient norm [2]."""
 
@@ -127,7 +128,7 @@ def decide_update(
     following = baseline.advance(history.unbind(), values, is_clean, cfg, OPS)
     decision = GateDecision(
         skip_mask=(~is_clean).to(torch.float32),
-        overflow=(~is_finite).to(torch.float32),
+        overflow=(torch.isfinite(values[0]) & ~is_finite).to(torch.float32),
         bounds=torch.stack(bounds[:2]).to(torch.float32),
     )
     return decision, torch.stack(following)

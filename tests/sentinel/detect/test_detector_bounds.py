@@ -337,6 +337,8 @@ class TestGuards:
         rows = [record(step, 3.0, 9.0, refused=True, loss_scale=64.0) for step in range(3 * STUCK_ROWS)]
         guard = ScaleGuard()
         assert [found for row in rows for found in guard.observe(row)] == []
+        broken = [record(step, math.nan, math.nan, refused=True, loss_scale=64.0) for step in range(3 * STUCK_ROWS)]
+        assert [found for row in broken for found in guard.observe(row)] == [], "the loss does not depend on the scale"
         applied = [record(step, 3.0, math.inf, loss_scale=64.0) for step in range(3 * STUCK_ROWS)]
         assert [found for row in applied for found in guard.observe(row)] == []
 

@@ -169,15 +169,23 @@ def test_a_nonfinite_group_or_rank_does_not_affect_others(bad: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "grad_norm", "expected"),
-    [(1.0, 1.0, 0.0), (math.nan, 1.0, 1.0), (1.0, math.nan, 1.0), (math.inf, 1.0, 1.0), (math.nan, math.nan, 1.0)],
+    ("loss", "grad_norm", "expected", "overflow"),
+    [
+        (1.0, 1.0, 0.0, 0.0),
+        (math.nan, 1.0, 1.0, 0.0),
+        (1.0, math.nan, 1.0, 1.0),
+        (1.0, math.inf, 1.0, 1.0),
+        (math.inf, 1.0, 1.0, 0.0),
+        (math.nan, math.nan, 1.0, 0.0),
+    ],
 )
-def test_the_gate_mask_is_zero_or_one(loss: float, grad_norm: float, expected: float) -> None:
+def test_the_gate_mask_is_zero_or_one(loss: float, grad_norm: float, expected: float, overflow: float) -> None:
+    """A loss that is not finite is no overflow: the batch is skipped, and a skip does not change the loss scale."""
     gate = Gate(load([]).sentinel.detect, device=torch.device("cpu"))
     warming = torch.zeros((), dtype=torch.float64)
     decision = gate.decide(loss=torch.tensor(loss), grad_norm=torch.tensor(grad_norm), warming=warming)
     assert float(decision.skip_mask) == expected
-    assert float(decision.overflow) == expected
+    assert float(decision.overflow) == overflow
 
 
 def test_the_first_finite_step_sets_the_level_of_the_gate() -> None:
