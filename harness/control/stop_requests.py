@@ -47,8 +47,10 @@ class StopRequest:
     """The reason from the file STOP, once it was seen; empty before."""
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
-        """The signal handler. A second Ctrl-C raises KeyboardInterrupt."""
-        if number == signal.SIGINT and signal.SIGINT in self.received:
+        """The signal handler. A second Ctrl-C raises KeyboardInterrupt, unless a launcher started this rank: it
+        forwards the first one, which the terminal has sent to this rank too, and kills the ranks after a second one.
+        """
+        if number == signal.SIGINT and signal.SIGINT in self.received and RESTART_COUNT not in os.environ:
             raise KeyboardInterrupt
         self.received.append(number)
 

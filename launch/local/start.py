@@ -4,11 +4,11 @@ Why: torchrun exits with 1 whatever its workers returned, and gives a stopping r
 checkpoint on a stop signal needs more time, and a cluster needs to know whether to requeue.
 How: the processes of the ranks are forked from a template (`launch.local.worker_pool`). Then torch's elastic agent runs
 in a thread with the stop signals blocked; the main thread receives them and forwards them. The first signal asks the
-workers to stop, a second SIGINT or SIGTERM kills them. SIGUSR1 never kills, because a cluster scheduler may send it to
-every process and more than once. Workers return their exit code. A worker that dies is reported with rank, cause,
-traceback and log, and the others are stopped within seconds, also those of other nodes (`launch.local.node_group`).
-Then all ranks start again, within a budget (`launch.local.restart`). A worker dies with the process that started it.
-A launcher without a node waits as a spare (`launch.local.spare`).
+workers to stop and is the reason that they report; a second SIGINT or SIGTERM kills them. SIGUSR1 never kills, because
+a cluster scheduler may send it to every process and more than once. Workers return their exit code. A worker that dies
+is reported with rank, cause, traceback and log, and the others are stopped within seconds, also those of other nodes
+(`launch.local.node_group`). Then all ranks start again, within a budget (`launch.local.restart`). A worker dies with
+the process that started it. A launcher without a node waits as a spare (`launch.local.spare`).
 Rank 0 keeps the terminal, the others write to `logs/<start>/`.
 Left out: a run that ends with 75 is resumed by whoever started it. `LOGLEVEL` enables the agent's own log.
 """
@@ -266,7 +266,7 @@ def supervise(
     watch: RankWatch,
     memory: MemoryWatch,
 ) -> None:
-    """Forward stop signals until the agent is done: the first as SIGTERM, a repeated one as SIGKILL.
+    """Forward stop signals until the agent is done: the first as it is, a repeated one as SIGKILL.
 
     After the failure of a rank or a node, the remaining workers are killed. Reads no file of the run, so that a file
     system that stalls or fails delays no signal.
@@ -287,7 +287,7 @@ def supervise(
         if is_forced(stop_signals) or time.monotonic() > kill_s:
             signal_workers(processes, signal.SIGKILL, sent)
         elif stop_signals:
-            signal_workers(processes, signal.SIGTERM, sent)
+            signal_workers(processes, signal.Signals(stop_signals[0]), sent)
 
 
 def signal_workers(

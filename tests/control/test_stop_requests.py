@@ -58,6 +58,15 @@ def test_a_second_sigint_raises_keyboard_interrupt() -> None:
     assert stop.reason == "SIGUSR1", "the first signal is the reason"
 
 
+def test_a_sigint_that_a_launcher_repeats_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(stop_requests.RESTART_COUNT, "0")
+    stop = StopRequest()
+    with signals_to(stop):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert stop.reason == "SIGINT"
+
+
 def test_an_empty_stop_file_is_a_request(run: RunDir) -> None:
     stop = StopRequest()
     run.stop.touch()

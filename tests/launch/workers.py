@@ -13,7 +13,7 @@ from pathlib import Path
 
 from harness.config.errors import ConfigError, StorageError
 from harness.config.schema import Config
-from harness.control.stop_requests import StopRequest, signals_to
+from harness.control.stop_requests import STOP_SIGNALS, StopRequest, signals_to
 from harness.core.rundir import locate
 from harness.core.state import RunState
 from harness.distributed.world import connect, disconnect
@@ -119,8 +119,9 @@ def slow(_cfg: Config) -> int:
 
 
 def stubborn(cfg: Config) -> int:
-    """Ignores SIGTERM."""
-    signal.signal(signal.SIGTERM, lambda _number, _frame: None)
+    """Ignores stop signals."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda _number, _frame: None)
     (locate(cfg).path / f"ready-{rank()}").touch()
     time.sleep(PATIENCE_S)
     return 0

@@ -198,13 +198,13 @@ def test_exit_code_75_passes_through(launch: Launch) -> None:
     assert ended(launch("exit_late")) == (75, "", "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
 @pytest.mark.parametrize("process", ["patient"], indirect=True)
 def test_stop_lets_the_workers_finish(process: Launched, tmp_path: Path, number: signal.Signals) -> None:
     process.send_signal(number)
     assert process.wait(timeout=200) == 75
     saved = [(tmp_path / "patient" / f"saved-{rank}").read_text() for rank in range(2)]
-    assert saved == ["SIGTERM", "SIGTERM"], "the signal that the workers received"
+    assert saved == [number.name, number.name], "the reason is the signal that was sent"
     assert process.stderr == STOPPING
 
 
@@ -255,6 +255,15 @@ def test_sigusr1_to_every_process_twice_kills_no_process(process: Launched, tmp_
     assert process.wait(timeout=200) == 75
     saved = [(tmp_path / "patient" / f"saved-{rank}").read_text() for rank in range(2)]
     assert saved == ["SIGUSR1", "SIGUSR1"]
+    assert process.stderr == STOPPING
+
+
+@pytest.mark.parametrize("process", ["patient"], indirect=True)
+def test_one_ctrl_c_reaches_a_worker_twice_and_lets_it_finish(process: Launched, tmp_path: Path) -> None:
+    """A terminal sends it to every process, and the launcher forwards it."""
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=200) == 75
+    assert [(tmp_path / "patient" / f"saved-{rank}").read_text() for rank in range(2)] == ["SIGINT", "SIGINT"]
     assert process.stderr == STOPPING
 
 
