@@ -6,7 +6,8 @@ follows each planned change: a phase of `data.phases`, a larger batch (`train.ba
 another batch size or another base of RoPE after `run.resume=changed`, the batch at which a source reaches files that
 were added, that of its next pass over all its files, and the step at which a WSD schedule begins to decay. Windows
 follow from config, ledger, cursor and the recorded interventions, which all ranks share, so all ranks widen the bounds
-of the same steps, also after a restart within a window.
+of the same steps, also after a restart within a window. Excluded batches do not count: a window lasts for as many
+batches as the run reads, also if a rollback excludes those with which it began.
 """
 
 from __future__ import annotations
@@ -48,11 +49,16 @@ def windows(cfg: Config, ledger: Ledger, of_files: Iterable[tuple[int, str]] = (
     starts += [(entry.from_batch, "the ledger changes the weights of sources") for entry in ledger.reweightings]
     starts += [(entry.from_batch, "batches are given back") for entry in ledger.revocations if not entry.is_repeat]
     starts += of_files
-    found = [Window(first, first + length, reason) for first, reason in starts if first > 0]
+    found = [window_of_batches(first, length, reason, ledger) for first, reason in starts if first > 0]
     if cfg.optim.schedule is ScheduleKind.wsd and cfg.optim.decay_steps:
         knee = train.num_steps - cfg.optim.decay_steps
         found.append(Window(knee, knee + length, "the learning rate begins to decay", by_step=True))
     return found
+
+
+def window_of_batches(first: int, length: int, reason: str, ledger: Ledger) -> Window:
+    """The window of the next `length` batches from `first` on that are not excluded."""
+    return Window(first, ledger.next_range(first, length)[1] + 1, reason)
 
 
 class DataChange(NamedTuple):
@@ -109,15 +115,15 @@ class PlannedChanges:
     known: list[Window] = field(default_factory=list)
     revision: int = -1
     """Revision of the ledger that `known` was computed from."""
-    resumed: list[Window] = field(default_factory=list)
-    """That of the newest resume with other data."""
+    resumed: list[tuple[int, str]] = field(default_factory=list)
+    """First batch of the newest resume with other data, and the reason."""
     announced: Window | None = None
 
     def resume(self, change: DataChange | None, cursor: int) -> None:
         """Open the window of a resume with other data: at this batch, or where an earlier start announced it."""
         if change is not None and (length := self.cfg.sentinel.planned_batches):
-            end = cursor + length if change.end is None else change.end
-            self.resumed = [Window(end - length, end, change.reason)]
+            self.resumed = [(cursor if change.end is None else change.end - length, change.reason)]
+            self.revision = -1
 
     def at(self, cursor: int, state: RunState) -> Window | None:
         """Return the newest window that contains the next step, or None.
@@ -125,17 +131,18 @@ class PlannedChanges:
         Of two that begin together it is that of the resume, which a later start finds by its announcement.
         """
         if self.ledger.revision != self.revision:
-            self.known = windows(self.cfg, self.ledger, self.changes_of_files())
+            length = self.cfg.sentinel.planned_batches
+            resumed = [window_of_batches(first, length, reason, self.ledger) for first, reason in self.resumed]
+            self.known = [*resumed, *windows(self.cfg, self.ledger, self.changes_of_files())]
             self.revision = self.ledger.revision
-        places = ((each, state.step if each.by_step else cursor) for each in (*self.resumed, *self.known))
+        places = ((each, state.step if each.by_step else cursor) for each in self.known)
         open_now = [each for each, place in places if each.first <= place < each.end]
         return max(open_now, key=lambda each: each.first, default=None)
 
     def announce(self, window: Window | None, cursor: int, state: RunState) -> ChangePlanned | None:
         """Return the event for the first step of a window, once."""
-        is_new = window is not None and window != self.announced
-        self.announced = window
-        if window is None or not is_new:
+        before, self.announced = self.announced, window
+        if window is None or (before is not None and (before.first, before.reason) == (window.first, window.reason)):
             return None
         return ChangePlanned(
             time=time.time(),

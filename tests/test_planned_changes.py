@@ -80,3 +80,30 @@ def test_files_that_were_added_open_a_window_where_they_are_read() -> None:
     cfg, state = load(["sentinel.planned_batches=3"]), RunState()
     planned = PlannedChanges(cfg, Ledger(), lambda: [(7, "source main begins with its added files")])
     assert [cursor for cursor in range(12) if planned.at(cursor, state) is not None] == [7, 8, 9]
+
+
+def test_excluded_batches_do_not_use_up_a_window() -> None:
+    """A rollback excludes more batches than a window has, often just those with which the change began."""
+    ledger, state = Ledger(), RunState()
+    planned = PlannedChanges(
+        load(["sentinel.planned_batches=3", "data.phases=[{from_batch: 7, weights: {main: 2}}]"]), ledger
+    )
+    planned.resume(DataChange("other", None), 30)
+
+    def read(first: int, last: int) -> list[tuple[int, str]]:
+        """The batches within a window, and where one is announced."""
+        found = []
+        for batch in range(first, last):
+            if not ledger.is_excluded(batch) and (window := planned.at(batch, state)) is not None:
+                event = planned.announce(window, batch, state)
+                found.append((batch, "" if event is None else event.reason))
+        return found
+
+    begins = "a phase of data.phases begins"
+    assert read(0, 8) == [(7, begins)]
+    ledger.exclude(8, 8, "rejected")
+    assert read(8, 20) == [(9, ""), (10, "")], "announced once"
+    ledger.exclude(5, 20, "rolled back")
+    assert read(4, 30) == [(21, ""), (22, ""), (23, "")], "nothing was read outside of the window in between"
+    ledger.exclude(29, 40, "rolled back")
+    assert read(24, 60) == [(41, "other"), (42, ""), (43, "")]
