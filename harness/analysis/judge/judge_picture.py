@@ -85,8 +85,9 @@ def judged_figure(trace: Trace, incidents: Sequence[MarkedIncident], *, title: s
 
     figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained", facecolor="white")
     axes = figure.subplots()
-    steps = [step for step, _, _ in trace.columns]
-    lows, highs = [low for _, low, _ in trace.columns], [high for _, _, high in trace.columns]
+    columns = _with_gaps(trace.columns)
+    steps = [step for step, _, _ in columns]
+    lows, highs = [low for _, low, _ in columns], [high for _, _, high in columns]
     axes.fill_between(steps, lows, highs, color=BLUE, linewidth=0.8)
     axes.plot(steps, highs, color=BLUE, linewidth=0.8)
     for incident in incidents:
@@ -116,6 +117,16 @@ def judged_figure(trace: Trace, incidents: Sequence[MarkedIncident], *, title: s
     axes.tick_params(length=0, labelsize=8.5, colors=INK)
     axes.spines[["top", "right", "left"]].set_visible(False)
     return figure
+
+
+def _with_gaps(columns: Sequence[tuple[int, float, float]]) -> list[tuple[int, float, float]]:
+    """The columns with a gap wherever the steps go back, as after a rollback: no line leads back through the curve."""
+    found: list[tuple[int, float, float]] = []
+    for column in columns:
+        if found and column[0] < found[-1][0]:
+            found.append((column[0], math.nan, math.nan))
+        found.append(column)
+    return found
 
 
 def _merge(first: tuple[int, float, float], second: tuple[int, float, float]) -> tuple[int, float, float]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
+
 import pytest
 
 from harness.analysis.judge.judge_picture import Trace, judged_figure
@@ -16,3 +19,16 @@ def test_first_losses_are_in_the_picture_or_it_says_that_they_are_not(first: flo
     assert bool(axes.get_ylim()[1] > first) is is_whole
     assert axes.get_xlabel() == ("step" if is_whole else "step (the first losses, up to 60, are above the picture)")
     assert axes.get_ylim()[0] < 2.01, "the lowest loss is in the picture"
+
+
+def test_no_line_leads_back_after_a_rollback() -> None:
+    trace = Trace()
+    for step in (*range(100), *range(60, 150)):
+        trace.add(step, 3.0)
+    (axes,) = judged_figure(trace, [], title="log").axes
+    line = next(line for line in axes.lines if len(line.get_xdata()) > 100)
+    points = [(float(step), float(loss)) for step, loss in zip(line.get_xdata(), line.get_ydata(), strict=True)]
+    assert all(
+        step <= later or math.isnan(loss) or math.isnan(later_loss)
+        for (step, loss), (later, later_loss) in pairwise(points)
+    )
