@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from harness.checkpoint.catalog import Checkpoint, Health
-from harness.core.events import Action, EvalRecord, Event, HeldOutMeasured, RunEnded, RunStarted, StepRecord
+from harness.core.events import Action, ActionKind, EvalRecord, Event, HeldOutMeasured, RunEnded, RunStarted, StepRecord
 
 HALF_FORMATS = ("fp16",)
 """Formats whose range ends at 65504, so that they need a loss scale."""
 MIXED_FORMATS = ("fp16", "bf16", "fp8")
+ACCEPTED_ABOVE = 1.1
+"""A single loss may be this many times an accepted level, which is a median."""
 SCALED_BY = 2.0
 """Factor by which a fix changes the learning rate or the weight decay."""
 
@@ -97,6 +99,16 @@ class LoggedRun:
             if action.onset <= iteration <= action.iteration:
                 return ["--incident", str(action.incident)]
         return ["--iteration", str(iteration)]
+
+    def acceptance_of(self, record: StepRecord, *, rows: int) -> Action | None:
+        """The action with which the run accepted the loss of a step as that of other data, because the held-out loss
+        had not risen: a step of its incident, or one of the `rows` iterations after it with no higher loss."""
+        for event in self.events:
+            if isinstance(event, Action) and event.kind is ActionKind.accept and event.onset <= record.iteration:
+                is_as_high = event.level is not None and record.loss <= ACCEPTED_ABOVE * event.level
+                if record.iteration <= event.iteration + (rows if is_as_high else 0):
+                    return event
+        return None
 
     def is_expected_overflow(self, record: StepRecord) -> bool:
         """Whether a rejected update belongs to the search for the loss scale."""

@@ -26,10 +26,11 @@ from harness.analysis.diagnose.log_numbers import (
     spikes_of,
 )
 from harness.analysis.diagnose.logged_run import LoggedRun
-from harness.core.events import Finding, FindingKind
+from harness.core.events import Action, Finding, FindingKind
 
 LONG_TAIL_FACTOR = 30.0
 STRATIFY = "data.stratify.rare_below=10"
+ELEVATED = "The loss stays elevated: what is the cause and the fix?"
 PREVENTION = ["optim.clip_norm=0.5", STRATIFY]
 
 
@@ -49,6 +50,9 @@ def ask_spikes(answers: Answers, run: LoggedRun, findings: Sequence[Finding]) ->
         number = f"noise alone gives about {0.00135 * len(run.records):.1f} such rows in {len(run.records)}"
         answers.ask("Q2.3", "What caused the spike?", "noise: no detector confirms it and nothing was rejected", number)
         return None
+    accepted = run.acceptance_of(spike.at, rows=WINDOW_ROWS)
+    if recovery.answer is False and accepted is not None:
+        return _ask_accepted(answers, spike, accepted)
     cause = cause_of_spike(spike, run, findings)
     answers.ask("Q2.3", "What caused the spike, and what is the fix?", f"{cause.name}; fix: {cause.fix}", cause.number)
     if recovery.answer is False:
@@ -63,9 +67,11 @@ def ask_spikes(answers: Answers, run: LoggedRun, findings: Sequence[Finding]) ->
 
 
 def choose_spike(run: LoggedRun, spikes: Sequence[Spike]) -> Spike | None:
-    """The spike that did not recover, or else the largest one."""
+    """The spike that did not recover, or else the largest one; of those that did not, rather one without an accepted
+    level."""
     lasting = [spike for spike in spikes if recovery_of_spike(spike, run.records).answer is False]
-    return max(lasting or spikes, key=lambda spike: spike.sigmas, default=None)
+    unexplained = [spike for spike in lasting if run.acceptance_of(spike.at, rows=WINDOW_ROWS) is None]
+    return max(unexplained or lasting or spikes, key=lambda spike: spike.sigmas, default=None)
 
 
 def _ask_whether(
@@ -96,7 +102,7 @@ def _ask_lasting(answers: Answers, run: LoggedRun, spike: Spike, recovery: Recov
     prevention = f"lower the clipping threshold and stratify rare tokens: {' '.join(PREVENTION)}"
     fix = f"{restore}; {prevention if overrides else cause.fix}"
     damage = f"the optimizer's moments are corrupted by the spike at step {spike.at.step}"
-    answers.ask("Q2.4", "The loss stays elevated: what is the cause and the fix?", fix, damage)
+    answers.ask("Q2.4", ELEVATED, fix, damage)
     conclusion = f"the loss did not recover from the spike at step {spike.at.step} {recovery.ending}"
     return Diagnosis(
         nodes=answers.nodes,
@@ -106,6 +112,16 @@ def _ask_lasting(answers: Answers, run: LoggedRun, spike: Spike, recovery: Recov
         restore_step=None if checkpoint is None or recovery.is_restored else checkpoint.step,
         replay=_replay_of(cause, spike, run),
     )
+
+
+def _ask_accepted(answers: Answers, spike: Spike, accepted: Action) -> Diagnosis:
+    """Q2.3 and Q2.4 where the run itself has measured the held-out loss: the weights and moments are not damaged."""
+    number = f"iteration {accepted.iteration}: {accepted.reason}"
+    answers.ask("Q2.3", "What caused the spike, and what is the fix?", "different data; fix: none", number)
+    level = "the new loss" if accepted.level is None else f"the new loss of {accepted.level:.4g}"
+    answers.ask("Q2.4", ELEVATED, f"different data, and the run accepted {level}; nothing to restore", number)
+    conclusion = f"the loss did not recover from the spike at step {spike.at.step}, because the data changed there"
+    return Diagnosis(nodes=answers.nodes, finds=Finds.other, conclusion=f"{conclusion}: the model is healthy")
 
 
 def _replay_of(cause: SpikeCause, spike: Spike, run: LoggedRun) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 from harness.analysis.diagnose.decision_tree import render, walk
 from harness.analysis.diagnose.diagnosis import Diagnosis, Finds
 from harness.analysis.diagnose.logged_run import LoggedRun
-from harness.core.events import StepRecord
+from harness.core.events import Action, ActionKind, StepRecord
 from tests.sentinel.series import config, losses, norms, record, records
 
 NUM = 600
@@ -79,6 +79,23 @@ def test_recovered_spike_and_its_cause() -> None:
 def test_spike_that_does_not_recover() -> None:
     found = diagnose(rows({at: {"loss": 4.5 + 0.01 * (at % 3)} for at in range(400, NUM)}))
     assert (found.finds, questions(found)[-1]) == (Finds.lasting_spike, "Q2.4")
+
+
+def test_a_loss_that_the_run_accepted_as_other_data_damaged_nothing() -> None:
+    """The run measured the held-out loss, which had not risen. Another spike that did not recover comes first."""
+    log = rows({at: {"loss": 4.5 + 0.01 * (at % 3)} for at in range(400, NUM)})
+    reason = "the held-out loss is at its expected level: the weights are healthy, the data changed"
+    accepted = Action(
+        time=0.0, iteration=403, kind=ActionKind.accept, step=403, incident=1, reason=reason, onset=400, level=4.5
+    )
+    found = walk(LoggedRun(records=log, events=[accepted]), detect=DETECT)
+    assert (found.finds, found.restore_step, found.overrides) == (Finds.other, None, [])
+    assert found.nodes[-1].question == "Q2.4"
+    assert found.nodes[-1].number == f"iteration 403: {reason}"
+    assert "moments" not in render(found)
+    assert found.conclusion.endswith("because the data changed there: the model is healthy")
+    for other in (replace(accepted, onset=450, iteration=460), replace(accepted, level=4.0)):
+        assert walk(LoggedRun(records=log, events=[other]), detect=DETECT).finds is Finds.lasting_spike
 
 
 def test_three_sigma_noise_is_not_a_spike() -> None:
