@@ -7,6 +7,7 @@ those of the base. Overrides of the command line that start with `drill.` change
 from __future__ import annotations
 
 import difflib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,6 +15,7 @@ from typing import Any, final
 
 from harness.config import compose, conf_files
 from harness.config.errors import ConfigError, require
+from harness.config.schema import Config
 from harness.core.events import ActionKind, FindingKind
 from harness.faults.fault_plan import Fault, FaultPlan
 
@@ -111,6 +113,10 @@ class Scenario:
     bounds: Bounds
     train: list[str]
     """Training overrides that the fault needs; overrides of the command line come after them."""
+    needs: dict[str, Any] = field(default_factory=dict)
+    """Config key -> the value without which the drill cannot have the expected reaction; of a number, the least."""
+    min_ranks: int = 1
+    """The fewest ranks with which it can."""
     seed: int = 0
     """Seed of the random choices of the fault."""
     limit_s: float = 600.0
@@ -118,6 +124,16 @@ class Scenario:
 
     def __post_init__(self) -> None:
         require(0 < self.limit_s < math.inf, "drill.limit_s", f"must be positive, got {self.limit_s}")
+
+    def find_unmet(self, cfg: Config) -> tuple[str, str] | None:
+        """The first key of `needs` whose value does not allow the expected reaction, and what it must be."""
+        values = compose.flat(compose.plain(cfg))
+        for key, needed in self.needs.items():
+            is_number, value = type(needed) is int, values[key]
+            if not (value >= needed if is_number else value == needed):
+                shown, got = (json.dumps(each) if not isinstance(each, str) else each for each in (needed, value))
+                return key, f"must be {'at least ' if is_number else ''}{shown}, got {got}"
+        return None
 
     @property
     def needs_nodes(self) -> bool:

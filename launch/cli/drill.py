@@ -109,8 +109,10 @@ def drill(arguments: Sequence[str]) -> int:
     training = [argument for argument in overrides if not scenarios.changes_scenario(argument)]
 
     from launch.drills.fault_environment import UnavailableError
-    from launch.drills.runner import RejectedStartError, run_drill
+    from launch.drills.runner import RejectedStartError, check_drill, run_drill
 
+    for name, scenario in loaded.items() if names != [ALL] else ():
+        check_drill(name, scenario, training)
     scored_cards: list[Card] = []
     skipped: list[tuple[str, str]] = []
     for name, scenario in loaded.items():

@@ -51,7 +51,7 @@ WAIT = 'if [ "$1" = -n ]; then ip link set lo up || exit 2; fi; echo ready; read
 
 
 class UnavailableError(ConfigError):
-    """This machine cannot provide the environment of a drill."""
+    """This machine or this configuration does not have what a drill needs."""
 
 
 def require_environment(kind: FaultKind, cfg: Config) -> None:

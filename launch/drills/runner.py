@@ -34,7 +34,12 @@ from harness.drills.scenario import Scenario
 from harness.drills.score import Card, score_run
 from harness.telemetry.event_log import last_iteration
 from harness.telemetry.sinks.sink_process import SINK_LOG, send_rest
-from launch.drills.fault_environment import FaultEnvironment, open_environment, require_environment
+from launch.drills.fault_environment import (
+    FaultEnvironment,
+    UnavailableError,
+    open_environment,
+    require_environment,
+)
 from launch.drills.local_nodes import local_node_overrides, on_one_node, rehearses_nodes, start_nodes
 from launch.local.thread_count import count_expected_ranks
 
@@ -60,13 +65,8 @@ def run_drill(
     name: str, scenario: Scenario, overrides: Sequence[str], *, report: Report = print_nothing, to_mlflow: bool = True
 ) -> Card:
     """Train twin and victim and score them, in `runs/drill-NAME` and `runs/drill-NAME-twin`."""
-    cfg = configure_drill(scenario.train, overrides)
-    runs = Path(cfg.run.dir)
-    victim, twin = RunDir(runs / f"drill-{name}"), RunDir(runs / f"drill-{name}-twin")
-    for run in (victim, twin):
-        directories.check_replaceable(run)
-    require_environment(scenario.fault.kind, cfg)
-    check_rank(scenario, cfg)
+    cfg = check_drill(name, scenario, overrides)
+    victim, twin = drill_directories(name, cfg)
     train_twin(on_one_node(cfg), twin, report=report, limit_s=scenario.limit_s)
     with open_environment([scenario.fault.kind], cfg, victim, twin=gather(twin)) as environment:
         directories.create_directory(environment.cfg, victim)
@@ -82,6 +82,28 @@ def run_drill(
         return finish_drill(victim, to_mlflow=to_mlflow)
 
 
+def check_drill(name: str, scenario: Scenario, overrides: Sequence[str]) -> Config:
+    """The training config of a drill. Raises ConfigError if the drill cannot run or cannot have the expected reaction,
+    and UnavailableError if another drill could: `harness drill all` skips this one."""
+    cfg = configure_drill(scenario.train, overrides)
+    for run in drill_directories(name, cfg):
+        directories.check_replaceable(run)
+    require_environment(scenario.fault.kind, cfg)
+    if (unmet := scenario.find_unmet(cfg)) is not None:
+        raise UnavailableError(unmet[0], f"{unmet[1]}: the drill {name} needs it")
+    check_ranks(name, scenario, cfg)
+    num_steps, fault = cfg.train.num_steps, scenario.fault
+    if fault.at_s is None and fault.at > num_steps:
+        raise UnavailableError("drill.fault.at", f"must be at most train.num_steps={num_steps}, got {fault.at}")
+    return cfg
+
+
+def drill_directories(name: str, cfg: Config) -> tuple[RunDir, RunDir]:
+    """The run directories of the victim and of its twin."""
+    runs = Path(cfg.run.dir)
+    return RunDir(runs / f"drill-{name}"), RunDir(runs / f"drill-{name}-twin")
+
+
 def configure_drill(train: Sequence[str], overrides: Sequence[str]) -> Config:
     """The training config of a drill; nodes that are rehearsed on this machine share its cores."""
     cfg = directories.configure(train, overrides)
@@ -90,14 +112,18 @@ def configure_drill(train: Sequence[str], overrides: Sequence[str]) -> Config:
     return directories.configure(train, [*overrides, *local_node_overrides(cfg)])
 
 
-def check_rank(scenario: Scenario, cfg: Config) -> None:
-    """Reject a fault of a rank that the run will not have, before the twin is trained.
+def check_ranks(name: str, scenario: Scenario, cfg: Config) -> None:
+    """Reject a fault of a rank that the run will not have, and a run with too few ranks, before the twin is trained.
 
     Without `launch.nproc`, a Slurm job counts the GPUs of its own nodes; then the victim rejects it.
     """
     if cfg.launch.kind is LaunchKind.local or cfg.launch.nproc:
         twin = on_one_node(cfg)
-        scenario.fault.rank_of(twin.launch.nodes * count_expected_ranks(twin))
+        num_ranks = twin.launch.nodes * count_expected_ranks(twin)
+        if num_ranks < scenario.min_ranks:
+            message = f"the drill {name} needs at least {scenario.min_ranks} ranks, got {num_ranks}"
+            raise UnavailableError("launch.nproc", message)
+        scenario.fault.rank_of(num_ranks)
 
 
 def train_twin(cfg: Config, twin: RunDir, *, report: Report, limit_s: float) -> None:

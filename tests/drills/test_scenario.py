@@ -47,7 +47,10 @@ def test_overrides_of_the_scenario_are_separated_from_those_of_the_training() ->
     ("override", "line"),
     [
         ("drill.bounds.second=5", f"drill.bounds.second: no such key; {SHARED}; did you mean seconds?"),
-        ("drill.nope=5", "drill.nope: no such key; drill has summary, fault, expected, bounds, train, seed, limit_s"),
+        (
+            "drill.nope=5",
+            "drill.nope: no such key; drill has summary, fault, expected, bounds, train, needs, ",
+        ),
         ("drill.bounds.seconds=abc", "drill.bounds.seconds: must be a number, got 'abc'"),
         ("drill.bounds.seconds=-1", "drill.bounds.seconds: must be 0 or more, or null, got -1.0"),
         ("drill.bounds=3", "drill.bounds: must be a section of keys, got 3; its keys are latency_steps, "),

@@ -111,6 +111,20 @@ def test_all_scenarios_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
             "launch.nodes: unhealthy_node needs launch=local and ",
         ),
         (
+            ["nan_grad", "lost_node", "launch.nodes=1", "launch.spares=0"],
+            "launch.spares: must be at least 1, got 0: the ",
+        ),
+        (["lost_partners", "launch.spares=1"], "launch.spares: must be at least 2, got 1: the drill lost_partners "),
+        (["corrupting_node", "launch.replace_running=false"], "launch.replace_running: must be true, got false: "),
+        (
+            ["truncated_checkpoint", "checkpoint.ring.shared_dir=auto"],
+            "checkpoint.ring.shared_dir: must be null, got auto: the drill truncated_checkpoint needs it",
+        ),
+        (
+            ["mismatched_collective", "launch.nproc=1"],
+            "launch.nproc: the drill mismatched_collective needs at least 2 ",
+        ),
+        (
             ["lost_node", "parallel.device=cuda"],
             "parallel.device: must be cpu or auto: nodes that are rehearsed on one ",
         ),
