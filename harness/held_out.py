@@ -1,15 +1,18 @@
 """The held-out check: the loss of the current weights on a few fixed held-out rows, forward only, on all ranks.
 
 These rows tell damaged weights from different data (`harness.sentinel.policy.held_out_level`). They are the first rows
-of the held-out order, the same in every run of the same data. Each rank keeps its share on its device. One forward pass
-and one all-reduce give the loss. At the start of the run and with each snapshot for a checkpoint, the loss is copied to
-the host like a step report and read with a later report. Only a check during an incident waits for it.
+of the held-out order, the same in every run of the same data. How many depends on the number of ranks and on the
+micro-batch, so each measurement has a hash of them. Each rank keeps its share on its device. One forward pass and one
+all-reduce give the loss. At the start of the run and with each snapshot for a checkpoint, the loss is copied to the
+host like a step report and read with a later report. Only a check during an incident waits for it.
 """
 
 from __future__ import annotations
 
 import time
+import zlib
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import final
 
@@ -49,6 +52,8 @@ class Waiting:
 class HeldOut:
     rows: list[Batch]
     """This rank's share, in micro-batches of the training size; empty if `sentinel.held_out_rows` is 0."""
+    content: str = ""
+    """Hash of the rows of all ranks."""
     waiting: deque[Waiting] = field(default_factory=deque)
     """Oldest first. Each is read with the next report behind it, and at most one follows each step."""
 
@@ -71,7 +76,13 @@ class HeldOut:
         if waiting.arrived is not None:
             waiting.arrived.synchronize()  # sync: older than a report that has arrived
         loss_sum, tokens = waiting.sums.tolist()  # sync: none, the copy is in host memory
-        return HeldOutMeasured(time=time.time(), iteration=waiting.iteration, step=waiting.step, loss=loss_sum / tokens)
+        return HeldOutMeasured(
+            time=time.time(),
+            iteration=waiting.iteration,
+            step=waiting.step,
+            loss=loss_sum / tokens,
+            rows=self.content,
+        )
 
     def forget(self) -> None:
         """Drop the pending measurements, because their weights were replaced by a restore."""
@@ -96,9 +107,22 @@ def open_held_out(cfg: Config, held_out: Batches, *, world: World) -> HeldOut:
     )
     try:
         require_targets(fixed, 1, "sentinel.held_out_rows", cfg=cfg)
-        return HeldOut(fixed[0].micro_batches(micro))
+        batch = fixed[0]
+        return HeldOut(batch.micro_batches(micro), content=combine_hashes(gather_results(lambda: hash_rows(batch))))
     finally:
         fixed.close()
+
+
+def hash_rows(batch: Batch) -> list[int]:
+    """A hash of each row and of what is predicted in it."""
+    pairs = zip(batch.inputs.cpu().numpy(), batch.targets.cpu().numpy(), strict=True)  # sync: only at a start
+    return [zlib.crc32(targets.tobytes(), zlib.crc32(inputs.tobytes())) for inputs, targets in pairs]
+
+
+def combine_hashes(hashes_by_rank: Iterable[list[int]]) -> str:
+    """One hash of the rows of all ranks, whatever rank has which."""
+    rows = sorted({row for of_rank in hashes_by_rank for row in of_rank})
+    return f"{zlib.crc32(repr(rows).encode()):08x}"
 
 
 def require_targets(batches: Batches, num_batches: int, key: str, *, cfg: Config) -> None:

@@ -13,7 +13,8 @@ from harness.config import compose
 from harness.config.errors import ConfigError
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
-from harness.held_out import HeldOut
+from harness.data.batch import IGNORED, Batch
+from harness.held_out import HeldOut, combine_hashes, hash_rows
 from tests.distributed import cases
 from tests.distributed.pool import Pool
 
@@ -40,6 +41,16 @@ def test_each_measurement_is_read_with_a_report_behind_it(lag: int) -> None:
     assert [(each.iteration, each.loss) for each in read if each] == [(0, 3.0), *((n, n) for n in range(1, 8 - lag))]
     check.forget()
     assert check.receive(100) is None
+
+
+def test_the_hash_of_the_rows_does_not_depend_on_the_rank_that_has_them() -> None:
+    tokens = torch.arange(24).reshape(4, 6)
+    whole = Batch(tokens[:, :-1], tokens[:, 1:], torch.zeros(4, dtype=torch.int64), None, None)
+    first, second = (hash_rows(part) for part in whole.micro_batches(2))
+    alone = combine_hashes([hash_rows(whole)])
+    assert combine_hashes([first, second]) == combine_hashes([second, first]) == alone
+    ignored = whole._replace(targets=torch.full_like(whole.targets, IGNORED))
+    assert alone not in (combine_hashes([first]), combine_hashes([hash_rows(ignored)]))
 
 
 @pytest.mark.full

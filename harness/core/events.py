@@ -237,6 +237,8 @@ class HeldOutMeasured(Event):
     """Updates applied so far."""
     loss: float
     """Mean loss, in nats per token."""
+    rows: str = ""
+    """Hash of the rows: only losses of the same rows are compared. Empty in older logs."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -54,6 +54,8 @@ class HeldOutLevel:
     """On the present lineage, oldest first."""
     edges: list[WindowEdge] = field(default_factory=list)
     """Of the windows on the present lineage, oldest first; begin and end alternate."""
+    rows: str = ""
+    """Hash of the rows that were measured; empty: by an older version."""
 
     def on_record(self, record: ReducedRecord, lineage: Lineage) -> None:
         """Store where windows after planned changes begin and end."""
@@ -61,6 +63,12 @@ class HeldOutLevel:
             levels = [lineage.level_before(record.iteration, num) for num in WINDOWS]
             edge = WindowEdge(record.iteration, record.step, record.in_planned_change, levels)
             self.edges = [*self.edges[1 - MOST_EDGES :], edge]
+
+    def use_rows(self, rows: str) -> None:
+        """Drop the measurements of other rows: a resume with other data, another number of ranks or another
+        micro-batch measures other rows."""
+        if rows != self.rows:
+            self.measured, self.rows = [], rows
 
     def add(self, event: HeldOutMeasured, lineage: Lineage) -> None:
         """Store a measurement; one that is not finite is ignored."""
@@ -115,8 +123,8 @@ class HeldOutLevel:
         return [list(edge) for edge in self.edges]
 
     @classmethod
-    def restore(cls, measured: list[Any], edges: list[Any]) -> Self:
-        return cls([Measurement(*entry) for entry in measured], [WindowEdge(*entry) for entry in edges])
+    def restore(cls, measured: list[Any], edges: list[Any], rows: str = "") -> Self:
+        return cls([Measurement(*entry) for entry in measured], [WindowEdge(*entry) for entry in edges], rows)
 
 
 def is_at_level(loss: float | None, expected: float | None, *, tolerance: float) -> bool:

@@ -113,6 +113,7 @@ class PolicyState:
 
     def on_held_out_measured(self, event: HeldOutMeasured) -> None:
         """Record a held-out loss, measured at the start or for a checkpoint; ignored while an incident is watched."""
+        self.held_out.use_rows(event.rows)
         if not self.rejections.num_in_row and not any(incident.is_watched for incident in self.open_incidents):
             self.held_out.add(event, self.lineage)
 
@@ -330,6 +331,7 @@ class PolicyState:
             "fallback": self.fallback.state(),
             "health": self.held_out.state(),
             "planned": self.held_out.state_of_edges(),
+            "held_out_rows": self.held_out.rows,
             "refusals": asdict(self.rejections),
             "cases": [incident.state() for incident in self.open_incidents],
             "demand": None if self.response is None else list(self.response),
@@ -351,7 +353,9 @@ class PolicyState:
             lineage=Lineage.restore(state["branch"]),
             suspects=SuspectSources.restore(state["suspects"]),
             fallback=PrecisionFallback.restore(state.get("fallback", {})),
-            held_out=HeldOutLevel.restore(state.get("health", []), state.get("planned", [])),
+            held_out=HeldOutLevel.restore(
+                state.get("health", []), state.get("planned", []), state.get("held_out_rows", "")
+            ),
             rejections=Rejections(**state["refusals"]),
             response=None if state["demand"] is None else Response.restore(state["demand"]),
             deferred=[each for saved in state.get("deferred", []) if (each := Response.restore(saved)) is not None],

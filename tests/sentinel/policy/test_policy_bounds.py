@@ -739,6 +739,19 @@ class TestPolicyState:
         assert check.kind is ActionKind.check
         return run, check
 
+    def test_losses_of_other_held_out_rows_are_not_compared(self) -> None:
+        """A resume with other data, ranks or micro-batches measures other rows, also while an incident is watched."""
+        state = PolicyState.new(CFG)
+        old = HeldOutMeasured(time=0.0, iteration=0, step=0, loss=3.0, rows="old")
+        state.on_held_out_measured(old)
+        state = PolicyState.restore(CFG, json.loads(json.dumps(state.state())))
+        state.on_held_out_measured(replace(old, iteration=5, step=5))
+        assert [each.step for each in state.held_out.measured] == [0, 5]
+        state.on_record(record(6), [finding(FindingKind.grad_spike, record(6))])
+        state.on_action(make_action(ActionKind.watch, incident=1))
+        state.on_held_out_measured(replace(old, iteration=60, step=60, rows="new"))
+        assert state.held_out.measured == []
+
     def test_a_failed_accept_is_not_repeated(self) -> None:
         run, check = self.run_with_check()
         accept = run.policy.on_outcome(replace(outcome(check, step=run.step), held_out_loss=3.0))
