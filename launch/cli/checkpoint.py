@@ -118,9 +118,6 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG
-    except OSError as error:
-        print(f"harness: {error.filename}: {error.strerror}", file=sys.stderr)
-        return EXIT_BAD_CONFIG
     except KeyboardInterrupt:
         print("harness: stopped", file=sys.stderr)
         return EXIT_INTERRUPTED

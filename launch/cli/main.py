@@ -3,7 +3,8 @@
 Why: help must print at once, so this file imports neither Hydra nor torch; each command imports what it needs.
 How: a command is the module of the same name in `launch.cli` (`train` is `launch.train`), with a `main(arguments)` that
 returns its exit code: 0 done, 1 crashed, 2 invalid config, 3 halted by the sentinel (do not requeue), 75 interrupted,
-resumable (requeue). Here every command gets one line for a file that cannot be read or written.
+resumable (requeue). Here every command gets one line for an error of the
+system, such as a file that cannot be read or a full disk.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_CRASHED, EXIT_DONE, EXIT_INTERRUPTED
 from harness.core.safe_stream import safe_output
 
 SUMMARIES = {
@@ -116,7 +117,7 @@ def dispatch_command(arguments: list[str]) -> int:
 
 
 def run_subcommand(command: str, arguments: Sequence[str]) -> int:
-    """Import and run a command. A file that cannot be opened is one line, and Ctrl-C is none, also during imports."""
+    """Import and run a command. An error of the system is one line, and Ctrl-C is none, also during imports."""
     module = "launch.train" if command == "train" else f"launch.cli.{command}"
     try:
         code: int = import_module(module).main(arguments)
@@ -124,17 +125,29 @@ def run_subcommand(command: str, arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except OSError as error:
-        if error.filename is None:
-            raise
-        print(f"harness: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"harness: {describe_os_error(command, error)}", file=sys.stderr)
         return exit_code_of(error) if command == "train" else EXIT_BAD_CONFIG
 
 
+def describe_os_error(command: str, error: OSError) -> str:
+    """The file and the error; without a file, as for a write to an open one, the command and where it failed."""
+    from pathlib import Path
+    from traceback import extract_tb
+
+    if error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    *_, place = extract_tb(error.__traceback__)
+    where = f"{place.name} in {Path(place.filename).name}:{place.lineno}"
+    return f"{command}: {error.strerror or error or type(error).__name__} ({where})"
+
+
 def exit_code_of(error: OSError) -> int:
-    """Exit code of a start: 75 if the same command may succeed later, else 2."""
+    """Exit code of a start: 75 if the same command may succeed later, 2 for a file that cannot be used, else 1."""
     from harness.core.locking.run_lease import STORAGE_ERRORS
 
-    return EXIT_INTERRUPTED if error.errno in STORAGE_ERRORS else EXIT_BAD_CONFIG
+    if error.errno in STORAGE_ERRORS:
+        return EXIT_INTERRUPTED
+    return EXIT_CRASHED if error.filename is None else EXIT_BAD_CONFIG
 
 
 if __name__ == "__main__":

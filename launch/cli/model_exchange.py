@@ -49,10 +49,6 @@ def run_and_report_errors(command: Callable[[], None]) -> int:
     except ConfigError as error:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG
-    except OSError as error:
-        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        print(f"harness: {message}", file=sys.stderr)
-        return EXIT_BAD_CONFIG
     except KeyboardInterrupt:
         print("harness: stopped; nothing was written", file=sys.stderr)
         return EXIT_INTERRUPTED

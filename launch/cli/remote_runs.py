@@ -39,7 +39,7 @@ def copy_remote_run(url: str) -> RunDir:
     except StorageError as error:
         raise ConfigError(url, f"the store cannot be read: {error.strerror}") from None
     except OSError as error:
-        raise ConfigError(str(error.filename), f"cannot be written: {error.strerror}") from None
+        raise ConfigError(error.filename or f"the copy of {url}", f"cannot be written: {error.strerror}") from None
 
 
 def _copy(remote: RemoteRun, url: str) -> RunDir:

@@ -18,7 +18,7 @@ from harness.checkpoint import catalog, integrity
 from harness.checkpoint.catalog import Health, name_of
 from harness.checkpoint.integrity import MANIFEST, Manifest
 from harness.core.rundir import RunDir
-from launch.cli import checkpoint
+from launch.cli import checkpoint, main
 from tests.checkpoint.storage import failing
 
 ROOT = Path(__file__).parents[3]
@@ -81,7 +81,7 @@ def run_command(capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -
 
 
 def run_failing(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    assert checkpoint.main(args) == 2
+    assert main.main(["checkpoint", *args]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("harness: ")
@@ -435,6 +435,6 @@ def test_nothing_is_pruned_while_a_health_is_unreadable(run: RunDir, capsys: pyt
     paths = [save(run, step) for step in (10, 20, 30)]
     (paths[1] / catalog.HEALTH).unlink(missing_ok=True)
     (paths[1] / catalog.HEALTH).mkdir()
-    assert checkpoint.main(["prune", str(run.path), "--keep", "1"]) == 2
+    assert main.main(["checkpoint", "prune", str(run.path), "--keep", "1"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert all(path.is_dir() for path in paths)

@@ -20,6 +20,7 @@ from harness.config.key_help import render_keys
 from launch.cli.main import COMMANDS, exit_code_of, main
 from tests.analysis.postmortem import stories
 from tests.forks import Launched
+from tests.full_disk import fill, may_mount, small_disk
 from tests.privileges import obeying_modes
 
 ROOT = Path(__file__).parents[3]
@@ -129,6 +130,22 @@ def test_a_file_that_cannot_be_read_is_one_line(
     assert capsys.readouterr().err == f"harness: {run.events}: Permission denied\n"
 
 
+@pytest.mark.skipif(not may_mount(), reason="needs the right to mount")
+def test_a_disk_that_is_full_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error of a write to an open file has no file name."""
+    with small_disk(tmp_path / "disk") as disk:
+        run = stories.write(disk / "run", stories.poisoned())
+        fill(disk)
+        assert main(["report", str(disk)]) == 2
+        assert main(["postmortem", str(run.path)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(" (")[0] for line in lines] == [
+        "harness: report: No space left on device",
+        "harness: postmortem: No space left on device",
+    ]
+    assert "(write_atomically in rundir.py:" in lines[0]
+
+
 def test_a_directory_with_too_long_a_name_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / ("x" * 480)
     assert main(["status", str(path)]) == 2
@@ -142,6 +159,8 @@ def test_a_directory_with_too_long_a_name_is_one_line(tmp_path: Path, capsys: py
 def test_a_start_is_requeued_only_if_its_storage_failed() -> None:
     assert exit_code_of(OSError(errno.ESTALE, "Stale file handle", "runs")) == 75
     assert exit_code_of(OSError(errno.ENAMETOOLONG, "File name too long", "runs")) == 2
+    assert exit_code_of(OSError(errno.ENOSPC, "No space left on device")) == 75
+    assert exit_code_of(OSError(errno.EMFILE, "Too many open files")) == 1, "a crash, not a bad path"
 
 
 def test_ctrl_c_during_imports_is_no_traceback(tmp_path: Path) -> None:
