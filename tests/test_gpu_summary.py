@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.gpu.summary import passed_tests, render
+from tests.gpu.summary import passed_tests, read_newest, render
 
 CASES = """
 import os, signal
@@ -15,7 +15,9 @@ import pytest
 
 @pytest.mark.xdist_group("shared")
 def test_good(): pass
-def test_depends(): assert "MENDED" in os.environ
+def test_depends():
+    print("text of the test")
+    assert "MENDED" in os.environ
 @pytest.mark.skip(reason="needs two devices")
 def test_two(): pass
 def test_last():
@@ -51,7 +53,9 @@ def test_parts_add_up_and_a_part_that_was_killed_counts_as_far_as_it_came(tmp_pa
     table = render(results)
     assert table.startswith("one GPU\n\n| file | passed | failed | skipped | seconds |\n")
     assert "| all | 1 | 1 | 1 |" in table
-    assert table.endswith("1 skipped: needs two devices\n\nfailed: test_cases.py::test_depends")
+    assert "1 skipped: needs two devices\n\nfailed: test_cases.py::test_depends\n    E       AssertionError" in table
+    assert "text of the test" not in table, "printed by the test, and only in the file"
+    assert "text of the test" in read_newest(results)["test_cases.py::test_depends"]["reason"]
     assert run_part(tmp_path, "-k", "depends or last", MENDED="1") == 0
     table = render(results)
     assert "| test_cases.py | 3 | 0 | 1 |" in table

@@ -12,7 +12,7 @@ from tests.distributed.pool import Pool
 
 @pytest.fixture(autouse=True)
 def _alone(request: pytest.FixtureRequest) -> None:
-    """A test that compares times of kernels, or the memory of the whole GPU, needs a GPU on which no other test runs."""
+    """A test that compares times of kernels, or memory of the whole GPU, needs a GPU on which no other test runs."""
     if request.node.get_closest_marker("alone") and int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
         pytest.skip("needs the GPU to itself: run it with -m alone and one worker")
 

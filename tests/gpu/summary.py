@@ -10,10 +10,12 @@ import json
 import re
 from collections import Counter, defaultdict
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
 
+NUM_ERROR_LINES = 10
 OUTCOMES = ("passed", "failed", "skipped")
 GROUP = re.compile(r"@[\w-]+$")
 """What xdist appends to the name of a test that shares its worker with others."""
@@ -36,18 +38,21 @@ class Recorder:
             "test": GROUP.sub("", test),
             "outcome": report.outcome,
             "seconds": round(self._seconds[test], 3),
-            "reason": _skip_reason(report),
+            "reason": _reason(report),
             "versions": self._versions,
         }
         with self._file.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
 
-def _skip_reason(report: pytest.TestReport) -> str:
+def _reason(report: pytest.TestReport) -> str:
+    """Why a test was skipped; the whole text of a failure, which some tests show only once in many runs."""
     match report.longrepr:
         case (_, _, str(reason)) if report.skipped:
             return reason.removeprefix("Skipped: ")
-    return ""
+    if not report.failed:
+        return ""
+    return "\n".join([report.longreprtext, *(f"--- {title}\n{text}" for title, text in report.sections)])
 
 
 def read_newest(file: Path) -> dict[str, dict[str, Any]]:
@@ -62,7 +67,7 @@ def passed_tests(file: Path) -> list[str]:
 
 
 def render(file: Path) -> str:
-    """The versions, a table with a row for each test file, and the reasons for skipped tests."""
+    """The versions, a table with a row for each test file, the reasons for skipped tests, and the ends of failures."""
     newest = read_newest(file)
     outcomes: dict[str, Counter[str]] = defaultdict(Counter)
     seconds: defaultdict[str, float] = defaultdict(float)
@@ -75,8 +80,15 @@ def render(file: Path) -> str:
     lines.append(_row("all", sum(outcomes.values(), Counter()), sum(seconds.values())))
     reasons = Counter(record["reason"] for record in newest.values() if record["outcome"] == "skipped")
     lines += [f"\n{count} skipped: {reason}" for reason, count in reasons.items()]
-    lines += [f"\nfailed: {test}" for test, record in newest.items() if record["outcome"] == "failed"]
+    failures = {test: record["reason"] for test, record in newest.items() if record["outcome"] == "failed"}
+    lines += [f"\nfailed: {test}\n{indent(_error_lines(text), '    ')}" for test, text in failures.items()]
     return "\n".join(lines)
+
+
+def _error_lines(failure: str) -> str:
+    """The lines that pytest marks as the error, or the last ones if there are none."""
+    lines = failure.split("\n--- ", maxsplit=1)[0].splitlines()
+    return "\n".join(([line for line in lines if line.startswith("E ")] or lines)[-NUM_ERROR_LINES:])
 
 
 def _row(name: str, counts: Counter[str], seconds: float) -> str:

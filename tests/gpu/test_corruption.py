@@ -40,6 +40,9 @@ ON_GPU = (
 )
 CLEAN = [
     pytest.param(("precision=bf16", "parallel.compile=true"), id="bf16, compiled"),
+    pytest.param(
+        ("precision=bf16", "parallel.compile=true", "parallel.activation_checkpointing=full"), id="bf16, full, compiled"
+    ),
     pytest.param(("precision=fp8", "parallel.compile=true"), id="fp8, compiled"),
     pytest.param(
         ("precision=fp8", "parallel.compile=true", "parallel.activation_checkpointing=full"), id="fp8, full, compiled"
