@@ -53,15 +53,15 @@ class DamagedRecordError(Exception):
 
 def read_node_faults(run: RunDir) -> list[NodeFault]:
     """All recorded faults, oldest first; none, with a warning, if the file is damaged or cannot be read."""
-    return read_record(run)[0]
+    return read_node_record(run)[0]
 
 
 def read_out_nodes(run: RunDir) -> list[NodeExclusion]:
     """The machines that were out at the last write; none, with a warning, if the file is damaged or cannot be read."""
-    return read_record(run)[1]
+    return read_node_record(run)[1]
 
 
-def read_record(run: RunDir) -> tuple[list[NodeFault], list[NodeExclusion]]:
+def read_node_record(run: RunDir) -> tuple[list[NodeFault], list[NodeExclusion]]:
     try:
         return load_record(run)
     except (OSError, DamagedRecordError) as error:

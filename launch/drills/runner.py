@@ -91,7 +91,7 @@ def check_drill(name: str, scenario: Scenario, overrides: Sequence[str]) -> Conf
     require_environment(scenario.fault.kind, cfg)
     if (unmet := scenario.find_unmet(cfg)) is not None:
         raise UnavailableError(unmet[0], f"{unmet[1]}: the drill {name} needs it")
-    check_ranks(name, scenario, cfg)
+    check_drill_ranks(name, scenario, cfg)
     num_steps, fault = cfg.train.num_steps, scenario.fault
     if fault.at_s is None and fault.at > num_steps:
         raise UnavailableError("drill.fault.at", f"must be at most train.num_steps={num_steps}, got {fault.at}")
@@ -112,7 +112,7 @@ def configure_drill(train: Sequence[str], overrides: Sequence[str]) -> Config:
     return directories.configure(train, [*overrides, *local_node_overrides(cfg)])
 
 
-def check_ranks(name: str, scenario: Scenario, cfg: Config) -> None:
+def check_drill_ranks(name: str, scenario: Scenario, cfg: Config) -> None:
     """Reject a fault of a rank that the run will not have, and a run with too few ranks, before the twin is trained.
 
     Without `launch.nproc`, a Slurm job counts the GPUs of its own nodes; then the victim rejects it.
