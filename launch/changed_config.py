@@ -15,9 +15,19 @@ from harness.config.errors import ConfigError, StorageError
 from harness.config.optim import OptimizerKind
 from harness.config.run import ResumePolicy
 from harness.config.schema import Config
-from harness.core.rundir import RunDir, check_resume, differences
+from harness.core.locking.run_lease import naming_full_disk
+from harness.core.rundir import RunDir, check_resume, differences, locate
+from harness.telemetry.event_log import prepare_run
 
 OPTIMIZER = "optim.kind"
+
+
+def prepare_fitting_run(cfg: Config) -> RunDir:
+    """Create a run directory, or replace the configuration of a run by one that fits it."""
+    run = locate(cfg)
+    require_fitting(cfg, run)
+    with naming_full_disk(run.path):
+        return prepare_run(cfg)
 
 
 def require_fitting(cfg: Config, run: RunDir) -> None:

@@ -30,10 +30,9 @@ from harness.config.errors import (
     require,
 )
 from harness.config.schema import Config
-from harness.core.locking.run_lease import naming_full_disk, require_free
+from harness.core.locking.run_lease import require_free
 from harness.core.rundir import RunDir, locate
-from harness.telemetry.event_log import prepare_run
-from launch.changed_config import require_fitting
+from launch.changed_config import prepare_fitting_run
 from launch.cli.parser import CommandParser
 from launch.local import node
 from launch.local.node_address import RendezvousError
@@ -97,9 +96,7 @@ def prepare_node(cfg: Config, spec: RendezvousSpec) -> None:
     run, within_s = locate(cfg), cfg.launch.start_within_s
     if spec.node_rank == 0:
         require_free(run.path, wait=True)
-        require_fitting(cfg, run)
-        with naming_full_disk(run.path):
-            prepare_run(cfg)
+        prepare_fitting_run(cfg)
         wait_until(lambda: resolves(spec.host), within_s, f"no address for {spec.host}, the name of this pod")
     else:
         wait_until(lambda: is_stored(cfg, run), within_s, f"node 0 did not write this config to {run.config}")

@@ -31,8 +31,7 @@ from harness.control import stop_requests
 from harness.core.locking.run_lease import naming_full_disk
 from harness.core.rundir import RunDir, locate, write_atomically
 from harness.core.safe_stream import SafeStream
-from harness.telemetry.event_log import prepare_run
-from launch.changed_config import require_fitting
+from launch.changed_config import prepare_fitting_run
 from launch.slurm import code_snapshot
 from launch.slurm.controller import queue_state
 
@@ -58,9 +57,8 @@ def code_root(run: RunDir) -> Path:
 
 def prepare_job_run(cfg: Config) -> RunDir:
     """Create a run directory, or accept a changed config; clears an earlier stop request."""
-    require_fitting(cfg, locate(cfg))
-    with naming_full_disk(locate(cfg).path):
-        run = prepare_run(cfg)
+    run = prepare_fitting_run(cfg)
+    with naming_full_disk(run.path):
         stop_requests.clear_stop_file(run)
         slurm_folder(run).mkdir(exist_ok=True)
     return run
