@@ -4,6 +4,8 @@
     NAME.blocks     SHA-256 of each block; zeros: the block is not there
     NAME.used       time of the last use of each block, a double; zeros: not known
 
+    replaced        the object was replaced while a run read it: some blocks may have the new content
+
 A process locks the hash of a block in NAME.blocks: shared while it reads the block, exclusively while it fetches or
 frees it. The locks belong to an open file, so the kernel releases them when a process is killed.
 """
@@ -26,6 +28,8 @@ USED = ".used"
 SOURCE = "source.txt"
 """First line: the URL; second line: bytes of a block."""
 
+REPLACED = "replaced"
+
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 0x01, 0x02
 
 
@@ -35,6 +39,14 @@ def digests_file(path: Path) -> Path:
 
 def used_file(path: Path) -> Path:
     return path.with_name(path.name + USED)
+
+
+def forget_replaced(folder: Path) -> None:
+    """Forget the blocks of an object that was replaced while a run read it, and has its former version again."""
+    if (folder / REPLACED).exists():
+        for digests in folder.glob(f"*{BLOCKS}"):
+            os.truncate(digests, 0)
+        (folder / REPLACED).unlink(missing_ok=True)
 
 
 def lock_block(descriptor: int, block: int, *, shared: bool = False) -> None:

@@ -8,8 +8,10 @@ block for the first time compares content and hash; a block that differs was dam
 short, and is fetched again. A lock on the hash of a block lets one process of the machine fetch it while the others
 wait, and keeps it in the cache while somebody reads it (`harness.data.corpus.cache_blocks`). With
 `data.remote.cache_gb` the least recently used blocks are freed (`harness.data.corpus.cache_eviction`). The directory in
-the cache depends on URL and version of the object, so a replaced object never mixes with blocks of the old one. Small
-companions (.idx, .meta.json, ...) are fetched as a whole when the file is opened.
+the cache depends on URL and version of the object, so no run finds blocks of another version. A run that reads an
+object while it is replaced gets new content until the version is compared again, at most once in `RECHECK_S`; it ends
+then, and the next one that wants the old version fetches it anew. Small companions (.idx, .meta.json, ...) are fetched
+as a whole when the file is opened.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import final
 
@@ -29,7 +31,7 @@ from harness.config.data import RemoteDataConfig
 from harness.config.errors import ConfigError, StorageError, require
 from harness.core.object_store import ObjectStore, StoredObject, is_url
 from harness.data.corpus import cache_blocks
-from harness.data.corpus.cache_blocks import DIGEST_BYTES, NO_DIGEST, SOURCE
+from harness.data.corpus.cache_blocks import DIGEST_BYTES, NO_DIGEST, REPLACED, SOURCE
 from harness.data.corpus.cache_eviction import CacheEviction
 
 NUM_FETCHES = 16
@@ -208,6 +210,9 @@ class CachedFile:
 
     def _require_unchanged(self) -> None:
         now = self._store.look_up(self._name)
+        if now != self._found:
+            with suppress(OSError):
+                (self.path.parent / REPLACED).touch()
         require(now == self._found, self._key, f"{self.url}: changed during the run, from {self._found} to {now}")
         self._checked_s = time.monotonic()
 
@@ -272,6 +277,7 @@ class RemoteCache:
         block_bytes = 1024 * self._cfg.block_kb
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            cache_blocks.forget_replaced(folder)
             (folder / SOURCE).write_text(f"{url}\n{block_bytes}\n", encoding="utf-8")
             eviction = self._make_eviction()
             return [

@@ -167,6 +167,31 @@ def test_a_replaced_object_never_mixes_with_the_old_one(server: StoreServer, cac
     assert again.path.read_bytes() == b"\x01" * (2 * BLOCK)
 
 
+def test_an_object_that_is_restored_after_it_was_replaced_is_fetched_again(
+    server: StoreServer, cache: Path, tmp_path: Path
+) -> None:
+    """A block was fetched after the object had been replaced, and before that was noticed: its hash is that of the new
+    content."""
+    del cache
+    path, old = "other/d.bin", bytes(3 * BLOCK)
+    system = server.system()
+    system.pipe_file(f"{BUCKET}/{path}", old)
+    first = opened(server, path)
+    first.require([(0, 1)])
+    system.pipe_file(f"{BUCKET}/{path}", b"\x01" * len(old))
+    first.require([(BLOCK, BLOCK + 1)])
+    first._checked_s = -1e9  # as after `RECHECK_S` seconds
+    with pytest.raises(ConfigError, match=r"other/d\.bin: changed during the run"):
+        first.require([(2 * BLOCK, 2 * BLOCK + 1)])
+    system.pipe_file(f"{BUCKET}/{path}", old)
+    use_cache(RemoteDataConfig())
+    use_cache(RemoteDataConfig(cache_dir=str(tmp_path / "cache"), block_kb=BLOCK // 1024, retry_s=20))
+    again = opened(server, path)
+    assert again.path == first.path
+    again.require_all()
+    assert again.path.read_bytes() == old
+
+
 def test_missing_objects_are_named(server: StoreServer, cache: Path) -> None:
     del cache
     for given, message in (
