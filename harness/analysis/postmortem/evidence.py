@@ -243,6 +243,12 @@ class Evidence:
     def onset_step(self) -> int:
         return self.incident.onset_step if self.numbers.onset_step is None else self.numbers.onset_step
 
+    @property
+    def first_weights(self) -> str:
+        """The checkpoint that the first start of the run found, as after an import; empty: its seed gave the
+        weights."""
+        return next((start.resumed_from or "" for start in self.of(RunStarted)), "")
+
     def of(self, *kinds: type[Event]) -> Iterator[Any]:
         """Events of `others` with one of these types, in order."""
         return (event for event in self.others if isinstance(event, kinds))

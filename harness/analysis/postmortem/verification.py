@@ -18,7 +18,7 @@ from harness.analysis.postmortem.evidence import Evidence, IncidentNumbers
 from harness.analysis.postmortem.incident_numbers import EMA_STEPS, smooth_loss
 from harness.analysis.postmortem.rules.remedies import Remedy
 from harness.config.command_line import directory_and_name, override, run_overrides
-from harness.core.events import RunStarted, StepRecord
+from harness.core.events import StepRecord
 
 STEPS_PAST = 100
 """Steps that a check covers past the incident."""
@@ -54,8 +54,6 @@ class Verification:
     run began with weights that its seed does not give."""
     folder: str
     """The run directory of the repetition."""
-    first_weights: str
-    """The checkpoint that the first start of the run found, as after an import; empty: its seed gave the weights."""
 
     def expectations(self) -> list[str]:
         """One line for each criterion."""
@@ -93,7 +91,6 @@ def verification_of(evidence: Evidence, remedy: Remedy | None) -> Verification:
         limit = numbers.level + max(TOLERANCE, GUILTY_SHARE * abs(numbers.level), GUILTY_SIGMAS * numbers.sigma)
     directory, name = directory_and_name(run.path)
     folder = str(PurePath(directory) / f"verify-{name}-{evidence.folder}")
-    first_weights = _first_weights(evidence)
     seed = run.settings.get("run.seed")
     return Verification(
         seed=seed if isinstance(seed, int) else None,
@@ -106,9 +103,8 @@ def verification_of(evidence: Evidence, remedy: Remedy | None) -> Verification:
         grad_first=max(guilty - GRAD_BEFORE, 1),
         grad_last=min(guilty + GRAD_AFTER, through),
         clip_norm=_clip_norm(evidence, changes),
-        train=[] if first_weights else _train_arguments(evidence, changes, through, folder),
+        train=[] if evidence.first_weights else _train_arguments(evidence, changes, through, folder),
         folder=folder,
-        first_weights=first_weights,
     )
 
 
@@ -132,11 +128,6 @@ def _clip_norm(evidence: Evidence, changes: Sequence[str]) -> float | None:
     changed = next((text.partition("=")[2] for text in changes if text.startswith("optim.clip_norm=")), None)
     value = evidence.run.settings.get("optim.clip_norm") if changed is None else float(changed)
     return float(value) if isinstance(value, int | float) else None
-
-
-def _first_weights(evidence: Evidence) -> str:
-    """The checkpoint that the first start of the run found; empty: none."""
-    return next((start.resumed_from or "" for start in evidence.of(RunStarted)), "")
 
 
 def _train_arguments(evidence: Evidence, changes: Sequence[str], through: int, folder: str) -> list[str]:

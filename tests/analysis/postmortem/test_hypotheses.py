@@ -290,6 +290,10 @@ def test_broken_run_is_restored_from_a_finite_checkpoint_or_restarted(tmp_path: 
     text, (command,) = restore_commands(evidence)
     assert "start again with a lower learning rate" in text
     assert command == f"harness train model=50m optim.lr=0.0005 run.dir={tmp_path} run.name=run-lower-lr"
+    start = next(event for event in evidence.others if isinstance(event, RunStarted))
+    start.resumed_from = "step-00000000-gen-0"
+    _, (first, again) = restore_commands(evidence)
+    assert (first, again) == (f"harness checkpoint import MODEL {tmp_path}/run-lower-lr", command)
     evidence.checkpoint = "step-00000140-gen-0"
     _, (command,) = restore_commands(evidence)
     assert command == f"harness train model=50m optim.lr=0.001 run.dir={tmp_path} run.name=run"
