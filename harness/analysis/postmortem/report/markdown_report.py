@@ -36,7 +36,7 @@ from harness.analysis.postmortem.report.incident_text import (
 )
 from harness.analysis.postmortem.rules.causes import CauseStatus, Panel, RuleResult
 from harness.analysis.postmortem.rules.hypotheses import rank_causes, root_cause
-from harness.analysis.postmortem.rules.remedies import Remedy, import_command, remedy_of, restore_commands
+from harness.analysis.postmortem.rules.remedies import Remedy, import_weights_command, remedy_of, restore_commands
 from harness.analysis.postmortem.verification import verification_of
 from harness.config.command_line import shell_command
 from harness.core.events import ABOUT_SPEED, ActionKind
@@ -233,7 +233,7 @@ def _verification(evidence: Evidence, remedy: Remedy | None) -> list[str]:
     log = ["--log", wanted.folder] if wanted.train or evidence.first_weights else []
     check = shell_command("harness", "verify", evidence.run.path, "--incident", number, *log)
     train = [f"      {shell_command('harness', 'train', *wanted.train)}"] if wanted.train else []
-    imports = import_command(wanted.folder)
+    imports = import_weights_command(wanted.folder)
     first = f"- the run began with {evidence.first_weights}: import the same weights first (`{imports}`)"
     return [
         "## 6. Verification",

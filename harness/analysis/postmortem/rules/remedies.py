@@ -77,12 +77,12 @@ def restore_commands(evidence: Evidence) -> tuple[str, list[str]]:
     directory, name = directory_and_name(run.path)
     place = [override("run.dir", directory), override("run.name", f"{name}-lower-lr")]
     text = "no checkpoint from before the first value that is not finite: start again with a lower learning rate"
-    imports = [import_command(str(PurePath(directory, f"{name}-lower-lr")))] if evidence.first_weights else []
+    imports = [import_weights_command(str(PurePath(directory, f"{name}-lower-lr")))] if evidence.first_weights else []
     train = shell_command("harness", "train", *kept, f"optim.lr={rate:g}", *place)
     return text, [*imports, train] if rate else []
 
 
-def import_command(folder: str) -> str:
+def import_weights_command(folder: str) -> str:
     """The command that gives a new run the weights that this one began with; `MODEL` is not in the log."""
     return shell_command("harness", "checkpoint", "import", "MODEL", folder)
 
