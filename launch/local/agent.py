@@ -1,8 +1,9 @@
-"""Torch's elastic agent with three changes: a finished rendezvous, pooled worker processes, and early failure reports.
+"""Torch's elastic agent with changes: a finished rendezvous, pooled processes, early failure reports, a bounded end.
 
 Why: torch's own rendezvous listens on every address of the machine, assigns ranks in order of arrival or needs a free
 port, and does not detect the loss of another node. It starts every rank as a new process, which imports torch again.
-Its agent stops the remaining workers for up to 30 s before it reports that one died.
+Its agent stops the remaining workers for up to 30 s before it reports that one died, and waits without a limit at the
+end if the store of node 0 freezes.
 How: `StaticRendezvous` passes on the result of `launch.local.rendezvous`; torch's store listens on the socket opened
 there. The processes wait in `launch.local.worker_pool` for a task: torchrun's environment and the function to call.
 Left out: torch's own restarts. They share one store between all starts, with stale keys of dead ranks (torch 2.13), and
@@ -45,7 +46,7 @@ POLL_S = 0.1
 STORE_TIMEOUT_S = 60.0
 """How long a node waits for torch's store, and later for a key of it."""
 EXIT_BARRIER_S = 30.0
-"""How long node 0, which hosts the store, waits for the others after its own ranks ended without an error."""
+"""How long a node waits for the others after its own ranks ended without an error: node 0 hosts the store."""
 
 NO_ERROR_FILE = ""
 """Torch would read a worker's error from this file; `launch.local.ranks` has its own."""
@@ -142,15 +143,15 @@ class Agent(SimpleElasticAgent):
         processes: Sequence[PooledWorker],
         tasks: Sequence[WorkerTask],
         on_failure: FailureCallback,
-        restarts: int,
+        group: NodeGroup,
     ):
         super().__init__(spec, exit_barrier_timeout=EXIT_BARRIER_S)
         self._processes, self._tasks, self._on_failure = processes, tasks, on_failure
-        self._restarts = restarts
+        self._group = group
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for worker, process, task in zip(worker_group.workers, self._processes, self._tasks, strict=True):
-            environment = torchrun_environment(worker_group, worker, restarts=self._restarts)
+            environment = torchrun_environment(worker_group, worker, restarts=self._group.restarts)
             process.assign(replace(task, environment=task.environment | environment))
         return {local_rank: process.pid for local_rank, process in enumerate(self._processes)}
 
@@ -188,6 +189,15 @@ class Agent(SimpleElasticAgent):
             time.sleep(POLL_S)
         for process in self._running_workers():
             process.send_signal(signal.SIGKILL)
+
+    def _exit_barrier(self) -> None:
+        """Torch's barrier, in a thread that may be left behind: its calls to a store that nobody serves any more, such
+        as that of a node 0 that has frozen, have no time limit."""
+        barrier = Thread(target=super()._exit_barrier, name="exit-barrier", daemon=True)
+        barrier.start()
+        deadline_s = time.monotonic() + EXIT_BARRIER_S
+        while barrier.is_alive() and self._group.failure is None and time.monotonic() < deadline_s:
+            barrier.join(POLL_S)
 
     def _running_workers(self) -> list[PooledWorker]:
         return [process for process in self._processes if process.exit_code is None and process.poll_result() is None]
@@ -231,7 +241,7 @@ def run_agent(
         monitor_interval=POLL_S,
         local_addr=group.address,
     )
-    result = Agent(spec, processes, tasks, on_failure, group.restarts).run()
+    result = Agent(spec, processes, tasks, on_failure, group).run()
     if result.is_failed():
         raise ChildFailedError("worker", result.failures)
     return dict(result.return_values)
