@@ -43,6 +43,8 @@ MAX_FINAL_DIFFERENCE = 0.01
 BATCH_SIZE = 16
 NEIGHBOUR = 1.001
 """Factor of the initial weights of a run that starts close to the first one."""
+VARIANTS = ("fp8", "fp8-block", "fp8-delayed", "twin", "neighbour")
+DEFAULT_VARIANTS = ("fp8", "twin", "neighbour")
 LEARNING_RATE = 1.0e-4
 """The usual 6e-4 for 125m parameters and half a million tokens, scaled by the square root of the batch size."""
 
@@ -120,7 +122,14 @@ def main() -> int:
     )
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of all runs")
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="each trains bf16, fp8, twin and neighbour")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="each trains all variants")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        choices=VARIANTS,
+        default=DEFAULT_VARIANTS,
+        help="compared with bf16, which always runs",
+    )
     parser.add_argument("--jobs", type=int, help="runs at the same time; default: all")
     parser.add_argument("--engine", choices=["transformer_engine", "emulated"], default="transformer_engine")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
@@ -151,7 +160,8 @@ def main() -> int:
         print(f"{name} at the end: mean {mean:+.2%}, of {', '.join(f'{value:+.2%}' for value in values)}")
     if options.picture:
         draw(seeds, options.picture)
-    return 0 if all(abs(value) < MAX_FINAL_DIFFERENCE for value in final["fp8"]) else 1
+    fp8_values = [value for name, values in final.items() if name.startswith("fp8") for value in values]
+    return 0 if all(abs(value) < MAX_FINAL_DIFFERENCE for value in fp8_values) else 1
 
 
 def variants(root: Path, seed: int, options: argparse.Namespace) -> dict[str, list[str]]:
@@ -167,12 +177,15 @@ def variants(root: Path, seed: int, options: argparse.Namespace) -> dict[str, li
         *options.overrides,
     ]
     cfg = load(common)
-    return {
-        "bf16": [*common, "precision=bf16"],
-        "fp8": [*common, "precision=fp8", f"precision.fp8.engine={options.engine}"],
-        "twin": [*common, "precision=bf16", f"train.micro_batch_size={cfg.train.batch_size // 2}"],
-        "neighbour": [*common, "precision=bf16", f"model.init_std={cfg.model.init_std * NEIGHBOUR}"],
+    fp8 = ["precision=fp8", f"precision.fp8.engine={options.engine}"]
+    changes = {
+        "fp8": fp8,
+        "fp8-block": [*fp8, "precision.fp8.recipe=block"],
+        "fp8-delayed": [*fp8, "precision.fp8.recipe=delayed"],
+        "twin": ["precision=bf16", f"train.micro_batch_size={cfg.train.batch_size // 2}"],
+        "neighbour": ["precision=bf16", f"model.init_std={cfg.model.init_std * NEIGHBOUR}"],
     }
+    return {"bf16": [*common, "precision=bf16"]} | {name: [*common, *changes[name]] for name in options.variants}
 
 
 def print_differences(curves: list[Curve]) -> None:
