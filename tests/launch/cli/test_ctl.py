@@ -40,7 +40,7 @@ from harness.core.events import Action, ActionKind, CheckpointSaved, Event, Inte
 from harness.core.rundir import RunDir, append_line, user_name
 from harness.data.order.ledger import Ledger
 from harness.telemetry.heartbeat import Heartbeat
-from launch.cli import ctl
+from launch.cli import ctl, ctl_arguments
 from launch.cli.main import main
 
 STARTED = RunStarted(time=1.0, iteration=0, world_size=2, num_steps=9, step=0)
@@ -149,7 +149,9 @@ def test_every_command_is_sent_with_user_and_reason(
     assert ctl.main([str(run.path), *args, *REASON]) == 0
     effect, asked = capsys.readouterr().out.rpartition("asked ")[::2]
     assert asked == f"{run.path} to {description}\n"
-    assert effect.startswith(f"{args[0]} ") == (args[0] in ctl.ABOUT_DATA), "its effect is printed before it is sent"
+    assert effect.startswith(f"{args[0]} ") == (args[0] in ctl_arguments.ABOUT_DATA), (
+        "its effect is printed before it is sent"
+    )
     (command,) = Inbox(run).take()
     assert (command.order, command.who, command.reason) == (order, user_name(), "new nodes")
     assert not run.stop.exists()
@@ -351,10 +353,10 @@ def test_list_shows_interventions_without_a_command() -> None:
 def test_help_names_every_command(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert ctl.main(args) == 0
     description = capsys.readouterr().out
-    assert all(f"\n  {name}" in description or f", {name}" in description for name in ctl.DESCRIPTIONS)
+    assert all(f"\n  {name}" in description or f", {name}" in description for name in ctl_arguments.DESCRIPTIONS)
 
 
-@pytest.mark.parametrize("name", ctl.DESCRIPTIONS)
+@pytest.mark.parametrize("name", ctl_arguments.DESCRIPTIONS)
 def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         ctl.main(["RUN", name, "--help"])
