@@ -175,6 +175,7 @@ def test_a_restarted_server_has_everything_once(
 
 
 def test_a_killed_trainer_leaves_its_events_in_mlflow_and_no_process(make_run: MakeRun, make_step: MakeStep) -> None:
+    """The launcher ends with the trainer: while it lived, the sink process would wait for its last event."""
     run, cfg = make_run()
     log = EventLog(run.events)
     log.write(make_step(0))
@@ -184,12 +185,15 @@ import os, signal
 from pathlib import Path
 from harness.core.rundir import RunDir
 from harness.telemetry.sinks.sink_process import SinkProcess
-print(SinkProcess.start(RunDir(Path({str(run.path)!r})))._process.pid, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
+trainer = os.fork()
+if trainer == 0:
+    print(SinkProcess.start(RunDir(Path({str(run.path)!r})))._process.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(trainer, 0)[1]) != -signal.SIGKILL)
 """
-    trainer = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, timeout=200)
-    assert trainer.returncode == -signal.SIGKILL
-    process = Path("/proc") / trainer.stdout.decode().strip()
+    launcher = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, timeout=200)
+    assert launcher.returncode == 0
+    process = Path("/proc") / launcher.stdout.decode().strip()
     wait_until(
         lambda: not process.exists() or "State:\tZ" in (process / "status").read_text(), "the sink process is gone"
     )
