@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
@@ -52,6 +53,15 @@ class Link:
         self.buffer = rest
         message: dict[str, Any] = json.loads(line)
         return message
+
+    def is_disconnected(self) -> bool:
+        """Whether the other side has closed the connection. Reads nothing, and does not wait."""
+        readable = select.poll()
+        readable.register(self.connection, select.POLLIN)
+        try:
+            return bool(readable.poll(0)) and not self.connection.recv(1, socket.MSG_PEEK)
+        except OSError:
+            return True
 
     def _receive(self) -> bool:
         """Add what has arrived to the buffer; False once the connection is closed."""

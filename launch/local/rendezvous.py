@@ -20,7 +20,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from secrets import token_hex
 from typing import Any
 
@@ -146,7 +146,7 @@ def admit_nodes(
     first_s = time.monotonic()
     deadline_s, remind_s, enough_s = first_s + within_s, first_s + REMIND_S, math.inf
     wanted = group.roster[: elastic.num_nodes] if elastic else group.roster
-    while len(group.links) < group.spec.num_nodes - 1:
+    while len(group.links) < group.spec.num_nodes - 1 or drop_gone(group):
         if stop_requested():
             raise StopRequested
         if elastic is not None and len(group.links) >= len(wanted) - 1:
@@ -160,14 +160,28 @@ def admit_nodes(
         if time.monotonic() > remind_s:
             remind_s += REMIND_S
             print(f"harness: waiting for {list_missing(group)}", file=sys.stderr, flush=True)
-        with suppress(TimeoutError):
-            link = admit_node(group, group.listener.accept()[0], expected, elastic, is_start=True)
-            if link is not None:
-                group.links[link.number], group.hosts[link.number] = link, link.host
+        try:
+            connection = group.listener.accept()[0]
+        except TimeoutError:
+            drop_gone(group)
+            continue
+        link = admit_node(group, connection, expected, elastic, is_start=True)
+        if link is not None:
+            group.links[link.number], group.hosts[link.number] = link, link.host
     if elastic is not None:
         roster = elastic.choose(group, wanted)
         assert roster is not None, "all are there, or enough"
         group.roster = roster
+
+
+def drop_gone(group: NodeGroup) -> bool:
+    """Forget launchers that ended before the start: they may join again. Returns whether there was one."""
+    gone = [link for link in group.links.values() if link.is_disconnected()]
+    for link in gone:
+        line = f"node {link.number} ({link.host}) has gone before the start; waiting for it"
+        print(f"harness: {line}", file=sys.stderr, flush=True)
+        group.links.pop(link.number).connection.close()
+    return bool(gone)
 
 
 def list_missing(group: NodeGroup) -> str:
@@ -199,6 +213,8 @@ def admit_node(
         connection.close()
         return None
     refusal = ""
+    if is_start and link.number in group.links:
+        drop_gone(group)
     if hello.get("run") != expected["run"] or link.number in group.links or not 0 < link.number < group.spec.num_nodes:
         refusal = f"rendezvous: node {link.number} of run {hello.get('run')!r} is not expected here"
     elif differing := [key for key in ("nodes", "nproc") if hello.get(key) != expected[key]]:

@@ -182,6 +182,35 @@ def test_missing_nodes_are_named(stack: ExitStack) -> None:
         join_nodes(spec, run="r", nproc=1, within_s=0.3, silent_s=1.0, stop_requested=lambda: False)
 
 
+def test_a_node_that_ends_before_all_have_joined_may_join_again(
+    stack: ExitStack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pod that is replaced, or a person who starts the command again."""
+    nodes = FakeNodes(stack, 3)
+    first = nodes.call(0)
+    with connect(nodes.port) as client:
+        client.sendall(encode_message({"run": "r", "nodes": 3, "nproc": 2, "node": 1, "host": "b"}))
+        time.sleep(0.3)
+    second = nodes.call(1)
+    time.sleep(0.3)
+    third = nodes.call(2)
+    groups = [stack.enter_context(call.result(10)) for call in (first, second, third)]
+    time.sleep(0.5)
+    assert [group.failure for group in groups] == [None] * 3
+    assert "harness: node 1 (b) has gone before the start; waiting for it\n" in capsys.readouterr().err
+
+
+def test_a_node_that_ends_before_all_have_joined_is_missing(stack: ExitStack) -> None:
+    nodes = FakeNodes(stack, 2)
+    spec = RendezvousSpec(num_nodes=2, node_rank=0, host=LOOPBACK, port=nodes.port)
+    options = {"run": "r", "nproc": 2, "within_s": 1.0, "silent_s": 1.0, "stop_requested": lambda: False}
+    first = nodes.pool.submit(join_nodes, spec, **options)  # type: ignore[arg-type]
+    with connect(nodes.port) as client:
+        client.sendall(encode_message({"run": "r", "nodes": 2, "nproc": 2, "node": 1, "host": "b"}))
+    with pytest.raises(RendezvousError, match=r"^rendezvous: node 1 of 2 did not join within 1 s$"):
+        first.result(10)
+
+
 def test_an_unreachable_node_0_is_one_line(stack: ExitStack) -> None:
     spec = RendezvousSpec(num_nodes=2, node_rank=1, host=LOOPBACK, port=stack.enter_context(reserved_port()))
     with pytest.raises(
