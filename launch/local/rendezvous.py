@@ -271,9 +271,13 @@ def join_as_peer(
     stop_requested: Callable[[], bool],
     elastic: Elastic | None = None,
 ) -> NodeGroup:
-    """Every other node: connect to node 0, and wait for its go message."""
-    deadline_s = time.monotonic() + within_s
-    link = Link(0, spec.host, connect_to_node_0(spec, address, deadline_s, stop_requested), time.monotonic())
+    """Every other node: connect to node 0, and wait for its go message.
+
+    Node 0 listens by then, so its own time limit ends before that of this wait: it decides whether enough have joined.
+    """
+    connection = connect_to_node_0(spec, address, time.monotonic() + within_s, stop_requested)
+    link = Link(0, spec.host, connection, time.monotonic())
+    deadline_s = time.monotonic() + within_s + 2 * HELLO_TIMEOUT_S
     group = NodeGroup(spec, address, "", 0, None, silent_s, {0: link})
     with close_on_failure(group):
         if elastic is not None:

@@ -311,6 +311,16 @@ def test_a_start_without_enough_nodes_continues_on_fewer_or_fails(stack: ExitSta
                 call.result(10)
 
 
+def test_a_node_that_comes_first_waits_as_long_as_node_0(stack: ExitStack, run: RunDir) -> None:
+    """Node 0 decides after its own time limit on which nodes the run starts."""
+    hosts = Hosts(stack, run, 3, spares=0, allowed=(2, 3))
+    hosts.within_s = 2.0
+    early = hosts.join(1)
+    time.sleep(0.7)
+    first, second = hosts.enter(hosts.join(0), early)
+    assert (first.roster, second.roster) == ((0, 1), (0, 1))
+
+
 def test_a_host_that_is_out_does_not_train_at_the_next_start(stack: ExitStack, run: RunDir) -> None:
     NodeRecord(run, hours=24.0).add([NodeFault(time.time(), "host1", "weights changed", NodeFaultKind.corrupting)])
     hosts = Hosts(stack, run, 2, spares=1, allowed=(2,))
