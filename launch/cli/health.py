@@ -25,8 +25,8 @@ not run it on a node that trains. Exit code 0: healthy; 69: problems, one line e
 
 def main(argv: Sequence[str]) -> int:
     """Check this node; returns the exit code."""
-    args = build_parser().parse_args(argv)
     try:
+        args = build_parser().parse_args(argv)
         directory = Path(args.directory)
         require(directory.is_dir(), "--directory", f"{directory} is not a directory")
         require(args.gpus is None or args.gpus >= 1, "--gpus", f"must be at least 1, got {args.gpus}")

@@ -17,7 +17,7 @@ import yaml
 
 from harness.config import compose
 from harness.config.key_help import render_keys
-from launch.cli.main import COMMANDS, exit_code_of, main
+from launch.cli.main import COMMANDS, SUMMARIES, exit_code_of, main
 from tests.analysis.postmortem import stories
 from tests.forks import Launched
 from tests.full_disk import fill, may_mount, small_disk
@@ -94,6 +94,7 @@ def test_a_usage_error_is_one_line_and_exits_2(tmp_path: Path) -> None:
         (["train", "--cfg", "job", "--multirun"], "harness: --cfg: prints the config of one job; give one value for "),
         (["train", "--mutlirun"], "harness: --mutlirun: no such option; see harness train --help; did you mean --mult"),
         ([], f"harness: missing command; choose {COMMANDS}"),
+        *[([name, "--mine"], "harness: ") for name in SUMMARIES],
         (["train", "+foo=1"], "harness: foo: no such key; the configuration has "),
         (["train", "+foo.bar=1"], "harness: foo: no such key; the configuration has "),
         (["train", "run.name=${oc.env:NO_SUCH_NAME}"], "harness: run.name: "),
