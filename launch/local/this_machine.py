@@ -11,9 +11,7 @@ from typing import Any
 import torch
 
 from harness.analysis.plan.machine_memory import MachineMemory, check_memory
-from harness.config.errors import (
-    require,
-)
+from harness.config.errors import ConfigError, require
 from harness.config.parallel import DeviceKind
 from harness.config.schema import Config, check_world
 from harness.core.memory_limits import address_space_left, free_bytes, total_bytes
@@ -47,7 +45,7 @@ def ranks_to_start(cfg: Config) -> int:
 
 @cache
 def num_gpus() -> int:
-    """Count the GPUs in a separate process.
+    """Count the GPUs in a separate process; raises ConfigError if it dies or gives no answer.
 
     Without NVML, counting initializes CUDA, and processes forked from this one could not use it any more.
     """
@@ -55,7 +53,11 @@ def num_gpus() -> int:
         return 0
     with open_worker(forked=can_fork()) as counter:
         counter.assign(WorkerTask(call=torch.cuda.device_count))
-        return counter.poll_result(COUNT_TIMEOUT_S) or 0
+        count = counter.poll_result(COUNT_TIMEOUT_S)
+    if count is None:
+        problem = "the GPUs of this machine cannot be counted: the driver gives no answer"
+        raise ConfigError("parallel.device", f"{problem}; see nvidia-smi, or choose cpu")
+    return count
 
 
 @cache

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from harness.config.errors import ConfigError
 from harness.config.parallel import DeviceKind
@@ -37,3 +39,17 @@ def test_number_of_ranks_depends_on_the_device(tmp_path: Path, monkeypatch: pyte
     cfg.parallel.device = DeviceKind.cuda
     with pytest.raises(ConfigError, match=r"^parallel\.device: must be cpu or auto: this machine has no CUDA device"):
         this_machine.ranks_to_start(cfg)
+
+
+def die() -> int:
+    """As torch does in a process whose driver is broken."""
+    os._exit(1)
+
+
+def test_gpus_that_cannot_be_counted_are_an_error_and_not_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one, the run would start on 2 ranks."""
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", die)
+    this_machine.num_gpus.cache_clear()
+    with pytest.raises(ConfigError, match=r"^parallel\.device: the GPUs of this machine cannot be counted"):
+        this_machine.num_gpus()
