@@ -272,7 +272,8 @@ class CheckpointManager:
         """Save the last state of the run and wait for the write; False if it failed; collective. All reports must be
         processed, and all that they call for done.
 
-        The last state of a finished run is good if `good_after_steps` clean steps preceded it, because none follow.
+        The last state of a finished run is good if `good_after_steps` clean steps preceded it, because none follow. An
+        earlier checkpoint may have been written so slowly that its clean steps had passed: it is good now.
         """
         name = catalog.name_of(state.step, state.generation)
         self.finish_saves()
@@ -281,6 +282,7 @@ class CheckpointManager:
             slot.complete(step=state.step, refused_in_row=state.refused_in_row, sentinel=remembered())
             self._write(slot)
             self.finish_saves()
+        self._promote(state.iteration)
         num_clean = state.iteration - self._last_unclean
         if is_done and num_clean >= self._cfg.good_after_steps and name in self._candidates:
             self._submit_good_mark(name, f"{num_clean} clean steps led up to the end of the run")

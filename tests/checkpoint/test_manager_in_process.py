@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.checkpoint import catalog, integrity, manager, store
+from harness.checkpoint import catalog, integrity, manager, saver, store
 from harness.checkpoint.catalog import Health, name_of
 from harness.checkpoint.manager import CheckpointManager
 from harness.checkpoint.ring import Ring
@@ -404,6 +404,27 @@ def test_failed_good_mark_is_retried(tmp_path: Path, world: World) -> None:
     obstacle.rmdir()
     run.steps(1)
     assert run.marks == [(name_of(1, 0), "4 clean steps followed")]
+
+
+@pytest.mark.parametrize("num_steps", [7, 8])
+def test_checkpoint_that_is_written_slowly_is_good_at_the_end_of_the_run(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch, num_steps: int
+) -> None:
+    """Its clean steps pass while it is written. A resume counts only those of the checkpoint that it loads."""
+    is_released, write = threading.Event(), saver.write
+
+    def write_slowly(*args: Any, **options: Any) -> Any:
+        assert is_released.wait(PATIENCE_S)
+        return write(*args, **options)
+
+    monkeypatch.setattr(saver, "write", write_slowly)
+    run = Played(tmp_path, world, every_steps=5)
+    for iteration in range(1, num_steps + 1):
+        run.issue()
+        run.report(iteration)
+    is_released.set()
+    assert run.checkpoints.save_last(run.state, is_done=False)
+    assert run.health == {5: Health.good if num_steps == 8 else Health.candidate, num_steps: Health.candidate}
 
 
 def test_checkpoint_deleted_by_hand_gets_no_mark(tmp_path: Path, world: World) -> None:
