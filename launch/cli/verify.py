@@ -99,8 +99,10 @@ def train_again(wanted: Verification, evidence: Evidence) -> int:
     """Train the run again with the remedy; returns the exit code of the training."""
     from launch import train
 
-    message = "its configuration cannot be written as overrides; train it again by hand and pass --log"
-    require(bool(wanted.train), evidence.run.path, message)
+    reason = "its configuration cannot be written as overrides"
+    if evidence.first_weights:
+        reason = f"it began with {evidence.first_weights}, not with the weights of its seed"
+    require(bool(wanted.train), evidence.run.path, f"{reason}; train it again by hand and pass --log")
     is_local = evidence.run.settings.get("launch.kind", "local") == "local"
     ranks = [f"launch.nproc={evidence.run.world_size}"] if is_local else []
     return train.main([*wanted.train, *ranks])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.analysis.postmortem.verification import Verification
-from harness.core.events import Event, StepRecord
+from harness.core.events import Event, RunStarted, StepRecord
 from harness.core.rundir import RunDir
 from launch.cli import verify
 from launch.cli.main import main
@@ -130,3 +130,18 @@ def test_bad_input_is_one_line(
     line = capsys.readouterr().err
     assert line.startswith(f"harness: {message.replace('RUN', str(run.path))}")
     assert line.count("\n") == 1
+
+
+def test_a_run_that_began_with_imported_weights_is_not_trained_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = stories.poisoned()
+    imported = [
+        replace(each, resumed_from="step-00000000-gen-0") if isinstance(each, RunStarted) else each for each in log
+    ]
+    run = write(tmp_path / "run", imported)
+    assert main(["verify", str(run.path), "--incident", "1"]) == 2
+    reason = (
+        "it began with step-00000000-gen-0, not with the weights of its seed; train it again by hand and pass --log"
+    )
+    assert capsys.readouterr().err == f"harness: {run.path}: {reason}\n"
