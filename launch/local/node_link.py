@@ -38,10 +38,14 @@ class Link:
     """Address and port at which that launcher would coordinate the run; None: it never does."""
 
     def read_messages(self) -> list[dict[str, Any]] | None:
-        """Return the messages that have arrived; None once the connection is closed."""
+        """Return the messages that have arrived; None once the connection is closed, or no use any more: after half a
+        message, whose sender gave up, nothing that follows can be trusted."""
         is_open = self._receive()
         *whole, self.buffer = self.buffer.split(b"\n")
-        return [json.loads(line) for line in whole] if is_open or whole else None
+        try:
+            return [json.loads(line) for line in whole] if is_open or whole else None
+        except ValueError:
+            return None
 
     def read_message(self) -> dict[str, Any] | None:
         """Return the first message that has arrived, and leave those after it to the next read; empty if there is none

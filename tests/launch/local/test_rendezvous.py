@@ -95,6 +95,19 @@ def test_a_node_that_dies_is_detected_at_once(stack: ExitStack, lost: int) -> No
     assert failure.line.endswith(") is gone")
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_node_that_sends_half_a_message_counts_as_lost(stack: ExitStack, lost: int) -> None:
+    """A message that does not fit into the buffer of a process that is stopped is given up in the middle."""
+    groups = FakeNodes(stack, 2).all()
+    (link,) = groups[lost].links.values()
+    link.connection.sendall(b'{"decision": {"again"')
+    link.send(beat=True)
+    wait_until(lambda: groups[1 - lost].failure is not None, within_s=10.0)
+    failure = groups[1 - lost].failure
+    assert failure is not None
+    assert failure.line.endswith(") is gone")
+
+
 def test_a_silent_node_counts_as_lost(stack: ExitStack) -> None:
     nodes = FakeNodes(stack, 2)
     calls = [nodes.call(node) for node in range(2)]
@@ -201,14 +214,17 @@ def test_a_node_that_ends_before_all_have_joined_may_join_again(
 
 
 def test_a_node_that_ends_before_all_have_joined_is_missing(stack: ExitStack) -> None:
-    nodes = FakeNodes(stack, 2)
-    spec = RendezvousSpec(num_nodes=2, node_rank=0, host=LOOPBACK, port=nodes.port)
+    nodes = FakeNodes(stack, 3)
+    spec = RendezvousSpec(num_nodes=3, node_rank=0, host=LOOPBACK, port=nodes.port)
     options = {"run": "r", "nproc": 2, "within_s": 1.0, "silent_s": 1.0, "stop_requested": lambda: False}
     first = nodes.pool.submit(join_nodes, spec, **options)  # type: ignore[arg-type]
+    hello = {"run": "r", "nodes": 3, "nproc": 2, "host": "b"}
     with connect(nodes.port) as client:
-        client.sendall(encode_message({"run": "r", "nodes": 2, "nproc": 2, "node": 1, "host": "b"}))
-    with pytest.raises(RendezvousError, match=r"^rendezvous: node 1 of 2 did not join within 1 s$"):
-        first.result(10)
+        client.sendall(encode_message({**hello, "node": 1}))
+    with connect(nodes.port) as other:
+        other.sendall(encode_message({**hello, "node": 2}))
+        with pytest.raises(RendezvousError, match=r"^rendezvous: node 1 of 3 did not join within 1 s$"):
+            first.result(10)
 
 
 def test_an_unreachable_node_0_is_one_line(stack: ExitStack) -> None:
