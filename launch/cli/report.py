@@ -62,7 +62,7 @@ def write_run_index(root: Path, out: Path | None, *, build: bool) -> Path:
 def read_group(runs: Sequence[RunDir], *, root: Path, build: bool) -> list[RunRow]:
     """The rows of the runs of one directory; with `build`, also their pages and the page that compares them.
 
-    A run that cannot be read is left out, with a warning.
+    A run that cannot be read is left out, with a warning; so is a page that cannot be written.
     """
     rows: list[RunRow] = []
     stories: list[tuple[RunDir, Story]] = []
@@ -77,14 +77,22 @@ def read_group(runs: Sequence[RunDir], *, root: Path, build: bool) -> list[RunRo
             print(f"harness: warning: {message}", file=sys.stderr)
             continue
         if build:
-            write_atomically(run.dashboard, page)
+            write_linked_page(run.dashboard, page)
             stories += [(run, story)] if len(stories) < MOST_COMPARED else []
         rows.append(run_row(run, story, root=root, now_s=now_s))
     if len(stories) > 1:
         out = runs[0].path.parent / COMPARISON_PAGE
         data = comparison_data(stories, out=out, now_s=now_s, title=f"{out.parent.resolve().name}: comparison")
-        write_atomically(out, render_comparison(data))
+        write_linked_page(out, render_comparison(data))
     return rows
+
+
+def write_linked_page(path: Path, text: str) -> None:
+    """Write a page that the index links; a warning if that is not possible, as for a run of another user."""
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        print(f"harness: warning: {path} cannot be written: {error.strerror}", file=sys.stderr)
 
 
 def lessons_below(root: Path) -> list[str]:

@@ -57,6 +57,21 @@ def test_the_index_links_existing_pages(run: Path, capsys: pytest.CaptureFixture
     assert (run / "dashboard.html").exists()
 
 
+def test_the_page_of_a_run_of_another_user_is_left_out_of_the_index(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = long_run(run.parent / "second", 20)
+    run.chmod(0o555)
+    with obeying_modes():
+        assert main(["report", str(run.parent), "--build"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"harness: warning: {run}/dashboard.html cannot be written: Permission denied")
+    text = (run.parent / "index.html").read_text(encoding="utf-8")
+    assert "first" in text
+    assert 'href="second/dashboard.html"' in text
+    assert (other / "dashboard.html").exists()
+
+
 def test_runs_are_compared_on_one_page(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = long_run(run.parent / "deep" / "second", 40)
     assert main(["dashboard", str(run), str(other)]) == 0
