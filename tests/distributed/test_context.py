@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -214,15 +215,24 @@ def test_other_precisions_agree_to_their_rounding(ranks: Pool, precision: str) -
         assert result["grad_norm"] == pytest.approx(alone["grad_norm"], rel=3e-2)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "name", ["nan_grad", "nan_activation", "poisoned_batch", "corrupt_activation", "corrupting_rank"]
+DRILLS = ("nan_grad", "nan_activation", "poisoned_batch", "corrupt_activation", "corrupting_rank")
+TABLE = replace(
+    test_drills.SHORT,
+    lengths=dict.fromkeys(DRILLS, test_drills.SHORT.num_steps),
+    trained_as=dict.fromkeys(DRILLS, "corrupt_activation"),
+    starts=dict.fromkeys(("nan_grad", "nan_activation", "poisoned_batch"), 71),
 )
+"""All drills have one training config, and so one common part and one twin. It computes every tenth step twice; those
+faults that this must not find strike in another step."""
+DRILL_OVERRIDES = (*test_drills.cpu_overrides("corrupt_activation"), "parallel.context=2")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", DRILLS)
 def test_a_drill_passes_with_shared_sequences(ranks: Pool, shared_runs: Path, name: str) -> None:
     """A NaN or a wrong bit in the activations of one rank reaches its group; the score demands that the rank is named,
     and no other."""
-    overrides = (*test_drills.cpu_overrides(name), "parallel.context=2")
-    card = test_drills.run_drill(ranks, shared_runs, name, overrides, table=test_drills.SHORT)
+    card = test_drills.run_drill(ranks, shared_runs, name, DRILL_OVERRIDES, table=TABLE)
     test_drills.assert_passed(card)
     expected = load_scenario(name).expected
     if expected.names_rank:
@@ -235,8 +245,7 @@ def test_a_drill_passes_with_shared_sequences(ranks: Pool, shared_runs: Path, na
 @pytest.mark.full
 def test_bad_tokens_in_the_part_of_one_rank_are_skipped(ranks: Pool, shared_runs: Path) -> None:
     """Half of each row is garbage. The batch is skipped, and no rank is blamed: nobody computed anything wrong."""
-    overrides = (*test_drills.cpu_overrides("poisoned_batch"), "parallel.context=2")
-    card = test_drills.run_drill(ranks, shared_runs, "poisoned_batch", overrides, rank=1, table=test_drills.SHORT)
+    card = test_drills.run_drill(ranks, shared_runs, "poisoned_batch", DRILL_OVERRIDES, rank=1, table=TABLE)
     test_drills.assert_passed(card)
     log = list(event_json.read(shared_runs / "drill-poisoned_batch-on-1" / "events.jsonl"))
     blaming = (FindingKind.rank_outlier, FindingKind.data_mismatch, FindingKind.corruption, FindingKind.nonfinite)
@@ -245,7 +254,7 @@ def test_bad_tokens_in_the_part_of_one_rank_are_skipped(ranks: Pool, shared_runs
 
 @pytest.fixture(scope="module")
 def shared_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Drills with the same config share the part before the fault, and the twin."""
+    """The drills share the part before the fault, and the twin."""
     return tmp_path_factory.mktemp("context-runs")
 
 
