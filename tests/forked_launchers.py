@@ -26,7 +26,8 @@ from harness.core import processes
 from tests.cluster.namespaces import enter_namespaces
 from tests.forks import Launched
 
-LAUNCHER = "launch.local.node"
+MODULES = ("launch.local.node", "launch.cli.main")
+"""The launcher of a node, and the command that starts launchers."""
 
 
 NAMESPACES = {"-n": "net", "-u": "uts", "-p": "pid", "-m": "mnt"}
@@ -34,8 +35,9 @@ NAMESPACES = {"-n": "net", "-u": "uts", "-p": "pid", "-m": "mnt"}
 
 
 class LauncherCommand(NamedTuple):
-    """`python -m launch.local.node ARGUMENTS`, taken apart."""
+    """`python -m MODULE ARGUMENTS`, taken apart."""
 
+    module: str
     arguments: list[str]
     spaces: tuple[str, ...]
     """Files of the namespaces to enter first."""
@@ -43,16 +45,19 @@ class LauncherCommand(NamedTuple):
 
 def parse_command(args: Sequence[str]) -> LauncherCommand | None:
     """None: another command, or one that enters namespaces in another way."""
-    command, prefix = list(args), processes.command(LAUNCHER)
-    start = next((place for place in range(len(command)) if command[place : place + len(prefix)] == prefix), None)
-    if start is None:
+    command, python = list(args), processes.command("")[:-1]
+    module = next((each for each in MODULES if each in command), None)
+    start = -1 if module is None else command.index(module) - len(python)
+    if module is None or start < 0 or command[start : start + len(python)] != python:
         return None
-    arguments = command[start + len(prefix) :]
+    arguments = command[start + len(python) + 1 :]
     match command[:start]:
         case []:
-            return LauncherCommand(arguments, ())
+            return LauncherCommand(module, arguments, ())
         case ["nsenter", "-t", pid, *options, "sh", "-c", _, "sh", _] if set(options) <= NAMESPACES.keys():
-            return LauncherCommand(arguments, tuple(f"/proc/{pid}/ns/{NAMESPACES[option]}" for option in options))
+            return LauncherCommand(
+                module, arguments, tuple(f"/proc/{pid}/ns/{NAMESPACES[option]}" for option in options)
+            )
         case _:
             return None
 
@@ -94,7 +99,7 @@ def run_launcher(
             cwd = Path.cwd()
             enter_namespaces(command.spaces)
             os.chdir(cwd)
-        code = import_module(LAUNCHER).main(command.arguments)
+        code = import_module(command.module).main(command.arguments)
         util._exit_function()  # type: ignore[attr-defined]
     except BaseException:
         traceback.print_exc()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,8 @@ from harness.config import compose, conf_files
 from tests.bench import ablation
 from tests.bench.ablation import AblationRun, find_removed, render_table, replace_table, select_sets
 from tests.bench.claims import ROOT
+from tests.forked_launchers import fork_launchers
+from tests.forks import Launched
 
 SMALL = [
     "model.dim=32",
@@ -113,12 +116,19 @@ def test_the_page_has_a_place_for_the_table() -> None:
         replace_table("# A\n", TABLE)
 
 
+def train_small(directory: Path, *arguments: str) -> list[Any]:
+    """Run the ablation on a tiny model, with forked launchers; returns what it wrote of its runs."""
+    out = directory / "out.json"
+    arguments = (*arguments, "--device", "cpu", "--out", str(out), *SMALL)
+    with Launched("tests.bench.ablation", *arguments, output=directory / "printed", first=fork_launchers) as process:
+        assert process.wait(200) == 0, process.stderr
+    runs: list[Any] = json.loads(out.read_text())
+    return runs
+
+
 @pytest.mark.full
 def test_two_real_runs(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    arguments = ["--steps", "6", "--seeds", "3", "--only", "pre_norm+rms_norm", "--device", "cpu", "--out", str(out)]
-    assert ablation.main([*arguments, *SMALL]) == 0
-    runs = json.loads(out.read_text())
+    runs = train_small(tmp_path, "--steps", "6", "--seeds", "3", "--only", "pre_norm+rms_norm")
     assert [(run["without"], run["seed"], run["step"], run["has_ended"]) for run in runs] == [
         ([], 3, 6, True),
         (["pre_norm", "rms_norm"], 3, 6, True),
@@ -129,7 +139,6 @@ def test_two_real_runs(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_sweep_is_stopped_at_its_time_limit(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    arguments = ["--steps", "1000000", "--seeds", "0", "--only", "warmup", "--jobs", "1", "--device", "cpu"]
-    assert ablation.main([*arguments, "--limit-s", "12", "--out", str(out), *SMALL]) == 0
-    assert [run["has_ended"] for run in json.loads(out.read_text())] == [False, False]
+    arguments = ("--steps", "1000000", "--seeds", "0", "--only", "warmup", "--jobs", "1")
+    runs = train_small(tmp_path, *arguments, "--limit-s", "5")
+    assert [run["has_ended"] for run in runs] == [False, False]
