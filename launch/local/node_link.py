@@ -7,7 +7,8 @@ import select
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any, final
 
 MAX_LINE_BYTES = 65536
@@ -36,6 +37,8 @@ class Link:
     """What its last health check found; None: not checked."""
     listens_at: tuple[str, int] | None = None
     """Address and port at which that launcher would coordinate the run; None: it never does."""
+    _sending: Lock = field(default_factory=Lock)
+    """Held for a whole message: several threads send."""
 
     def read_messages(self) -> list[dict[str, Any]] | None:
         """Return the messages that have arrived; None once the connection is closed, or no use any more: after half a
@@ -85,7 +88,7 @@ class Link:
 
     def send_line(self, line: bytes) -> None:
         """Send an encoded message. An undeliverable one is dropped: the timeout of the peer covers that."""
-        with suppress(OSError):
+        with self._sending, suppress(OSError):
             self.connection.sendall(line)
 
 
