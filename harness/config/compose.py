@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_type_hints
 
@@ -58,8 +59,9 @@ def require_finite(cfg: Config) -> None:
         require(not isinstance(value, float) or math.isfinite(value), key, f"must be finite, got {value}")
 
 
+@cache
 def register() -> None:
-    """Register with Hydra the schema of `conf/config.yaml` and the resolvers of the YAML files."""
+    """Once per process: register with Hydra the schema of `conf/config.yaml` and the resolvers of the YAML files."""
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 

@@ -188,7 +188,13 @@ def type_of(key: str, root: Any = Config) -> Any:
         if get_origin(node) is dict:  # the name is the user's
             node = get_args(node)[-1]
         else:
-            node = get_type_hints(node).get(name) if is_dataclass(node) else None
+            node = _types_of(node).get(name) if is_dataclass(node) else None
         if get_origin(node) is list:  # all its items have one type
             (node,) = get_args(node)
     return node
+
+
+@cache
+def _types_of(section: Any) -> dict[str, Any]:
+    """Cached, because Python evaluates the annotations of all fields at each call."""
+    return get_type_hints(section)
