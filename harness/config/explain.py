@@ -185,10 +185,8 @@ def type_of(key: str, root: Any = Config) -> Any:
     """The type of a key of the tree, of a list that of its items; None if there is no such key."""
     node: Any = root
     for name in re.findall(r"[^.\[\]]+", re.sub(r"\[\d+\]|\.\d+\b", "", key)):
-        if get_origin(node) is dict:  # the name is the user's
-            node = get_args(node)[-1]
-        else:
-            node = _types_of(node).get(name) if is_dataclass(node) else None
+        # the name of a dictionary's item is the user's
+        node = get_args(node)[-1] if get_origin(node) is dict else _types_of(node).get(name)
         if get_origin(node) is list:  # all its items have one type
             (node,) = get_args(node)
     return node
@@ -196,5 +194,5 @@ def type_of(key: str, root: Any = Config) -> Any:
 
 @cache
 def _types_of(section: Any) -> dict[str, Any]:
-    """Cached, because Python evaluates the annotations of all fields at each call."""
-    return get_type_hints(section)
+    """Types of the keys of a section; empty if it is none. Cached: Python evaluates all annotations at each call."""
+    return get_type_hints(section) if is_dataclass(section) else {}
