@@ -130,10 +130,18 @@ def qualifying_headers(shared: SharedSnapshots, bounds: SnapshotBounds) -> dict[
         if (header.world_size, header.num_shards) == (world.size, world.num_shards)
         and header.shard in range(world.num_shards)
         and (header.config, header.layout) == (shared.config, shared.layouts[header.shard])
-        and header.num_bytes == shared.num_bytes == Path(path).stat().st_size
+        and header.num_bytes == shared.num_bytes == _size_of(path)
         and bounds.start in header.starts
         and bounds.oldest <= header.iteration <= bounds.newest
     }
+
+
+def _size_of(path: str) -> int:
+    """Bytes of a block; 0 if it is gone. One rank must not raise while the others wait for its list."""
+    try:
+        return Path(path).stat().st_size
+    except OSError:
+        return 0
 
 
 def _agree_on_sources(shared: SharedSnapshots, headers: dict[str, SnapshotHeader]) -> SnapshotSources | None:
@@ -151,8 +159,11 @@ def _agree_on_sources(shared: SharedSnapshots, headers: dict[str, SnapshotHeader
     def verify(copies: Iterable[SnapshotCopy]) -> bool:
         paths = {copy.block for copy in copies if copy.rank == world.rank}
         for path in paths - intact.keys():
-            with memoryview(map_block(Path(path), shared.num_bytes)) as view:
-                intact[path] = integrity.hash_buffer(view) == headers[path].sha256
+            try:
+                with memoryview(map_block(Path(path), shared.num_bytes)) as view:
+                    intact[path] = integrity.hash_buffer(view) == headers[path].sha256
+            except OSError:
+                intact[path] = False
         return all(intact[path] for path in paths)
 
     shards = [rank % world.num_shards for rank in range(world.size)]

@@ -204,6 +204,17 @@ def test_a_flipped_bit_makes_the_older_snapshot_the_newest(bench: SharedBench) -
     assert bench.tensor.tolist() == [10.0] * 1000
 
 
+def test_a_block_that_somebody_deleted_makes_the_older_snapshot_the_newest(bench: SharedBench) -> None:
+    for iteration in (10, 20):
+        bench.take(iteration)
+    (newest,) = (name for name, header in bench.shared.files.headers().items() if header.iteration == 20)
+    bench.shared.files.block(newest).unlink()
+    found = bench.load()
+    assert found is not None
+    assert found.iteration == 10
+    assert (bench.tensor == 10).all()
+
+
 def test_a_directory_without_room_leaves_the_ring_private(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
