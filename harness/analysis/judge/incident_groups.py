@@ -10,6 +10,7 @@ its loss enters no mean. The type of a spike follows from its trajectory (`harne
 non-finite loss is type 3.
 Left out: actions. The policy numbers its own incidents; these groups are for reports and for logs of other programs.
 Findings about speed, too: they last long, and an incident of the loss would begin where an unrelated one of them did.
+A gradient that overflows in fp16, too: a run finds its loss scale that way. A scale that collapses is an incident.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import final
 from harness.config.sentinel import DetectConfig
 from harness.core.events import ABOUT_SPEED, ActionKind, Finding, FindingKind, ReducedRecord
 from harness.sentinel.detect.trajectory import RecoveryTrend, classify_trajectory, has_recovered
+from harness.sentinel.policy.responses import is_overflow
 
 UP_ROWS, DOWN_ROWS, SPREAD_ROWS, SMOOTHED_ROWS = 32, 8, 100, 4
 """Rows averaged by the usual loss when it rises, by the usual loss when it falls, by its spread, and by the smoothed
@@ -153,7 +155,8 @@ class IncidentGrouper:
             self.smoothed = self.smoothed + (loss - self.smoothed) / SMOOTHED_ROWS if self.seen else loss
             self.seen = True
         for finding in findings:
-            if finding.kind not in ABOUT_SPEED:
+            is_search = finding.kind is FindingKind.nonfinite and record.refused and is_overflow(record)
+            if finding.kind not in ABOUT_SPEED and not is_search:
                 self._add_finding(finding, record)
         self.has_spiked = self.has_spiked or is_spike
         if self.open is not None:

@@ -167,6 +167,19 @@ def test_incident_is_closed_at_the_next_spike_and_ends_only_if_the_loss_had_reco
     assert (first.onset_step, first.end_step, second.onset_step, second.detected_step) == (50, end, 90, 90)
 
 
+def test_the_search_for_the_loss_scale_is_no_incident_and_its_collapse_is_one() -> None:
+    rows = records(losses(300), norms(300))
+    for row in rows:
+        row.loss_scale = 1024.0
+    for row, scale in zip(rows[:4], (2.0**16, 2.0**15, 2.0**14, 2.0**13), strict=False):
+        row.grad_norm, row.refused, row.loss_scale = math.inf, True, scale
+    assert group_incidents(rows) == []
+    for row, scale in zip(rows[200:212], (2.0**power for power in range(2, -10, -1)), strict=True):
+        row.grad_norm, row.refused, row.loss_scale = math.inf, True, scale
+    (incident,) = group_incidents(rows)
+    assert (incident.kind, incident.severity) == (FindingKind.scale_collapse, Severity.high)
+
+
 def test_rejected_updates_are_one_incident_with_their_highest_loss() -> None:
     """Their detector is not re-armed in between. All have the same step, and a restore lowers it."""
     rows = records(losses(300), norms(300))
