@@ -172,7 +172,12 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def read_runs(sweep: Path) -> list[AblationRun]:
-    return [read_run(sweep, job) for job in sweep_record.read(sweep).jobs]
+    """The results of the jobs whose runs were prepared before the sweep ended."""
+    record = sweep_record.read_if_exists(sweep)
+    jobs = [] if record is None else [job for job in record.jobs if RunDir(sweep / job.name).config.exists()]
+    if not jobs:
+        raise SystemExit("the sweep ended before it prepared a run")
+    return [read_run(sweep, job) for job in jobs]
 
 
 def read_run(sweep: Path, job: sweep_record.Job) -> AblationRun:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import subprocess
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from harness.config import compose, conf_files
 from tests.bench import ablation
 from tests.bench.ablation import AblationRun, find_removed, render_table, replace_table, select_sets
 from tests.bench.claims import ROOT
-from tests.forked_launchers import fork_launchers
+from tests.forked_launchers import ForkedPopen, fork_launchers
 from tests.forks import Launched
 
 SMALL = [
@@ -27,6 +30,7 @@ SMALL = [
     "optim.warmup_steps=2",
     "eval.every_steps=2",
 ]
+LIMIT_S = 1.5
 TABLE = """\
 8 of 9 runs ended; 500 steps each; median over the seeds, range in brackets.
 
@@ -116,14 +120,26 @@ def test_the_page_has_a_place_for_the_table() -> None:
         replace_table("# A\n", TABLE)
 
 
-def train_small(directory: Path, *arguments: str) -> list[Any]:
+def train_small(directory: Path, *arguments: str, first: Callable[[], None] = fork_launchers) -> list[Any]:
     """Run the ablation on a tiny model, with forked launchers; returns what it wrote of its runs."""
     out = directory / "out.json"
-    arguments = (*arguments, "--device", "cpu", "--out", str(out), *SMALL)
-    with Launched("tests.bench.ablation", *arguments, output=directory / "printed", first=fork_launchers) as process:
+    arguments = (*arguments, "--device", "cpu", "--runs", str(directory), "--out", str(out), *SMALL)
+    with Launched("tests.bench.ablation", *arguments, output=directory / "printed", first=first) as process:
         assert process.wait(200) == 0, process.stderr
     runs: list[Any] = json.loads(out.read_text())
     return runs
+
+
+def fork_launchers_and_wait_for_a_step(directory: Path) -> None:
+    """Let a time limit begin when a run has written its first events: no machine is too slow for it."""
+
+    class LimitedPopen(ForkedPopen):
+        def wait(self, timeout: float | None = None) -> int:
+            while timeout == LIMIT_S and not any(directory.glob(f"{ablation.SWEEP}/*/events.jsonl")):
+                time.sleep(0.05)
+            return super().wait(timeout)
+
+    subprocess.Popen = LimitedPopen  # type: ignore[misc]
 
 
 @pytest.mark.full
@@ -139,6 +155,12 @@ def test_two_real_runs(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_sweep_is_stopped_at_its_time_limit(tmp_path: Path) -> None:
-    arguments = ("--steps", "1000000", "--seeds", "0", "--only", "warmup", "--jobs", "1")
-    runs = train_small(tmp_path, *arguments, "--limit-s", "5")
+    arguments = ("--steps", "1000000", "--seeds", "0", "--only", "warmup", "--jobs", "1", "--limit-s", str(LIMIT_S))
+    runs = train_small(tmp_path, *arguments, first=partial(fork_launchers_and_wait_for_a_step, tmp_path))
     assert [run["has_ended"] for run in runs] == [False, False]
+
+
+@pytest.mark.full
+def test_a_time_limit_that_is_too_short_for_any_run_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"^the sweep ended before it prepared a run$"):
+        ablation.main(["--seeds", "0", "--runs", str(tmp_path), "--limit-s", "0"])

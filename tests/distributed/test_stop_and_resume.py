@@ -108,7 +108,7 @@ def stop_by_command(run: RunDir, _launcher: Launched) -> None:
 
 
 STOP_METHODS = {
-    "signal": (stop_by_signal, "SIGTERM"),
+    "signal": (stop_by_signal, "SIGUSR1"),
     "file": (stop_by_file, "STOP file"),
     "command": (stop_by_command, f"asked by {user_name()}: new nodes"),
 }
