@@ -9,6 +9,7 @@ part is renamed into place, so it exists complete or not at all.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -50,9 +51,13 @@ def part_path(output: Path, number: int) -> Path:
 
 
 def part_paths(output: Path) -> list[Path]:
-    """All parts on disk, including those of an older run and temporary files of a killed one."""
-    prefix = f"{output.name}.part-"
-    return [path for path in output.parent.iterdir() if path.name.lstrip(".").startswith(prefix)]
+    """All parts on disk, including those of an older run and temporary files of a killed one.
+
+    The whole name must match: these files are deleted, and an input may be named PREFIX.part-00001.jsonl.
+    """
+    part = rf"{re.escape(output.name)}\.part-\d{{5,}}\.npz"
+    written = re.compile(rf"{part}|\.{part}\.\d+\.tmp")
+    return [path for path in output.parent.iterdir() if written.fullmatch(path.name)]
 
 
 def part_key(shard: Shard, settings: bytes) -> str:

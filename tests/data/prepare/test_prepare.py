@@ -276,6 +276,18 @@ def test_finished_corpus_is_reused_and_other_options_are_rejected(tokenizer_file
     assert not list(tmp_path.glob("*.part*"))
 
 
+def test_only_parts_are_deleted(tmp_path: Path) -> None:
+    files = CorpusFiles(tmp_path / "out")
+    parts = [part_path(files.prefix, number) for number in (0, 123_456)]
+    parts.append(parts[0].with_name(f".{parts[0].name}.123.tmp"))
+    others = ["out.part-00001.jsonl", "out.part-1.bin", "out.part-1.meta.json", "more-out.part-00001.npz"]
+    for name in [*others, *(path.name for path in parts)]:
+        (tmp_path / name).touch()
+    assert set(part_paths(files.prefix)) == set(parts)
+    files.clean()
+    assert {path.name for path in tmp_path.iterdir()} == set(others)
+
+
 def broken(path: Path) -> None:
     source = gzip.compress(lines()) if path.suffix == ".gz" else zstandard.compress(lines())
     path.write_bytes(source[:-9])
