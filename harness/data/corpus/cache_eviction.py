@@ -111,21 +111,24 @@ def occupied_bytes(root: Path) -> int:
     """Bytes that the files of the cache occupy on disk."""
     total = 0
     for folder in _folders(root):
-        with suppress(FileNotFoundError), os.scandir(folder) as entries:
-            total += sum(512 * entry.stat(follow_symlinks=False).st_blocks for entry in entries)
+        with suppress(OSError), os.scandir(folder) as entries:
+            for entry in entries:
+                with suppress(OSError):
+                    total += 512 * entry.stat(follow_symlinks=False).st_blocks
     return total
 
 
 def evict(root: Path, target_bytes: int) -> int:
     """Free blocks, the least recently used first, until the cache occupies `target_bytes`; returns what it occupies
-    then, without what others fetch meanwhile."""
+    then, without what others fetch meanwhile. Files that cannot be read or written keep their space."""
     excess = occupied_bytes(root) - target_bytes
     blocks: list[StoredBlock] = []
     for path, block_bytes in _data_files(root):
-        stored = _stored_blocks(path, block_bytes)
-        if 512 * path.stat().st_blocks > block_bytes * len(stored):
-            excess -= _free_orphans(path, block_bytes)
-        blocks += stored
+        with suppress(OSError):
+            stored = _stored_blocks(path, block_bytes)
+            if 512 * path.stat().st_blocks > block_bytes * len(stored):
+                excess -= _free_orphans(path, block_bytes)
+            blocks += stored
     for oldest in sorted(blocks):
         if excess <= 0:
             break
@@ -136,7 +139,7 @@ def evict(root: Path, target_bytes: int) -> int:
 def free_block(stored: StoredBlock) -> int:
     """Free one block unless it is in use, or was used since it was listed; returns the freed bytes."""
     path, block = stored.path, stored.block
-    with suppress(FileNotFoundError), cache_blocks.digests_file(path).open("r+b", buffering=0) as digests:
+    with suppress(OSError), cache_blocks.digests_file(path).open("r+b", buffering=0) as digests:
         if not cache_blocks.try_lock_block(digests.fileno(), block):
             return 0
         if cache_blocks.last_use(path, block) != stored.used:
@@ -156,7 +159,7 @@ def _free_locked(digests: int, path: Path, block: int, block_bytes: int) -> int:
 def _free_orphans(path: Path, block_bytes: int) -> int:
     """Free what blocks without a hash occupy: a killed fetch or eviction has left it. Returns the freed bytes."""
     freed = 0
-    with suppress(FileNotFoundError), cache_blocks.digests_file(path).open("r+b", buffering=0) as digests:
+    with suppress(OSError), cache_blocks.digests_file(path).open("r+b", buffering=0) as digests:
         for block in _allocated_blocks(path, block_bytes):
             if any(cache_blocks.read_digest(digests.fileno(), block)):
                 continue
@@ -183,16 +186,14 @@ def _allocated_blocks(path: Path, block_bytes: int) -> list[int]:
 
 
 def _stored_blocks(path: Path, block_bytes: int) -> list[StoredBlock]:
-    with suppress(FileNotFoundError):
-        digests = cache_blocks.digests_file(path).read_bytes()
-        num_blocks = len(digests) // DIGEST_BYTES
-        used = cache_blocks.read_used(path, num_blocks)
-        return [
-            StoredBlock(used[block], path, block, block_bytes)
-            for block in range(num_blocks)
-            if digests[DIGEST_BYTES * block : DIGEST_BYTES * (block + 1)] != NO_DIGEST
-        ]
-    return []
+    digests = cache_blocks.digests_file(path).read_bytes()
+    num_blocks = len(digests) // DIGEST_BYTES
+    used = cache_blocks.read_used(path, num_blocks)
+    return [
+        StoredBlock(used[block], path, block, block_bytes)
+        for block in range(num_blocks)
+        if digests[DIGEST_BYTES * block : DIGEST_BYTES * (block + 1)] != NO_DIGEST
+    ]
 
 
 def _data_files(root: Path) -> Iterator[tuple[Path, int]]:
@@ -210,6 +211,13 @@ def _data_files(root: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _folders(root: Path) -> list[Path]:
-    with suppress(FileNotFoundError), os.scandir(root) as entries:
-        return [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    with suppress(OSError), os.scandir(root) as entries:
+        return [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False) and _is_of_object(entry)]
     return []
+
+
+def _is_of_object(folder: os.DirEntry[str]) -> bool:
+    """Whether a folder holds an object; others, such as lost+found, are no part of the cache."""
+    with suppress(OSError):
+        return (Path(folder.path) / SOURCE).is_file()
+    return False

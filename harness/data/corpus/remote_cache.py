@@ -193,7 +193,7 @@ class CachedFile:
             raise
         except OSError as error:
             problem = f"the cache of {self.url} cannot be used: {error.strerror or error}"
-            raise StorageError(error.errno or errno.EIO, problem, str(self.path)) from None
+            raise StorageError(error.errno or errno.EIO, problem, str(error.filename or self.path)) from None
 
     def _fetch(self, start: int, end: int) -> bytes:
         if time.monotonic() - self._checked_s > RECHECK_S:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 from contextlib import ExitStack
@@ -44,8 +45,8 @@ def use(cache: Path, *, cache_gb: float | None = LIMIT_GB) -> None:
     use_cache(RemoteDataConfig(cache_dir=str(cache), block_kb=BLOCK // 1024, cache_gb=cache_gb, retry_s=5))
 
 
-def opened(store: Path) -> CachedFile:
-    cached = cached_file(local_path(f"file://{store}/a.bin", key=KEY))
+def opened(store: Path, name: str = "a.bin") -> CachedFile:
+    cached = cached_file(local_path(f"file://{store}/{name}", key=KEY))
     assert cached is not None
     return cached
 
@@ -180,6 +181,30 @@ def test_what_a_killed_fetch_has_left_is_freed(store: Path, tmp_path: Path) -> N
     evict(tmp_path / "cache", int(1.25 * BLOCK) + 8192)
     assert present(cached) == [2]
     assert cached.path.read_bytes()[7 * BLOCK : 8 * BLOCK] == bytes(BLOCK)
+
+
+def test_files_that_cannot_be_read_or_belong_to_others_are_left_alone(store: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    for name in ("lost+found", "of-others"):
+        (cache / name).mkdir(parents=True)
+        (cache / name / "large.bin").write_bytes(b"\x01" * (64 * BLOCK))
+    (cache / "lost+found").chmod(0)
+    for name in "bcd":
+        shutil.copy(store / "a.bin", store / f"{name}.bin")
+    use(cache, cache_gb=None)
+    gone, damaged, whole = (opened(store, name) for name in ("b.bin", "c.bin", "d.bin"))
+    for cached in (gone, damaged, whole):
+        cached.require_all()
+    gone.path.unlink()  # by hand, to make room; its hashes stay
+    damaged.path.with_name(damaged.path.name + BLOCKS).unlink()
+    damaged.path.with_name(damaged.path.name + BLOCKS).mkdir()
+    assert occupied_bytes(cache) < 3 * NUM_BLOCKS * BLOCK
+    use(cache)
+    cached, original = opened(store), (store / "a.bin").read_bytes()
+    for block in range(NUM_BLOCKS):
+        assert read_block(cached, block) == original[block * BLOCK :][:BLOCK]
+    assert present(whole) == [], "what can be freed is freed"
+    (cache / "lost+found").chmod(0o700)
 
 
 def test_a_limit_below_some_blocks_is_rejected() -> None:
