@@ -1,7 +1,7 @@
 """`harness data`: tokenizes texts to an indexed corpus, and shows a batch.
 
 Both are used before a run and beside one, so they answer at once and never disturb it. Torch is imported only to show a
-batch. An error is one line on stderr and exit code 2.
+batch. An error is one line on stderr and exit code 2; 75 if storage failed or the command was stopped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from harness.config.command_line import override, shell_command
-from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, require
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError, require
 from harness.core.rundir import locate
 from harness.data.prepare.document_filter import DocumentFilter
 from harness.data.prepare.prepared_files import Options
@@ -69,6 +69,9 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG
+    except StorageError as error:
+        print(f"harness: {error}", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except KeyboardInterrupt:
         print("harness: stopped; rerun the same command to continue", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -18,6 +18,7 @@ import fcntl
 import os
 import struct
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 DIGEST_BYTES = 32
@@ -47,6 +48,20 @@ def forget_replaced(folder: Path) -> None:
         for digests in folder.glob(f"*{BLOCKS}"):
             os.truncate(digests, 0)
         (folder / REPLACED).unlink(missing_ok=True)
+
+
+def write_source(folder: Path, url: str, block_bytes: int) -> None:
+    """Write what the folder holds, unless it is there. Readers never see a part, and a full disk leaves none."""
+    path, text = folder / SOURCE, f"{url}\n{block_bytes}\n"
+    with suppress(OSError, UnicodeDecodeError):
+        if path.read_text(encoding="utf-8") == text:
+            return
+    scratch = folder / f".{SOURCE}.{os.getpid()}"
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 def lock_block(descriptor: int, block: int, *, shared: bool = False) -> None:
@@ -147,11 +162,12 @@ def free_range(descriptor: int, start: int, length: int) -> None:
 
 
 def can_free_ranges(directory: Path) -> bool:
-    """Whether the file system of a directory can give back a part of a file."""
+    """Whether the file system of a directory can give back a part of a file. Asks for a hole in a file without content,
+    so that it also answers on a full disk."""
     probe = directory / f".free-{os.getpid()}"
     descriptor = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        os.pwrite(descriptor, b"\x01" * 65536, 0)
+        os.ftruncate(descriptor, 65536)
         free_range(descriptor, 0, 65536)
     except OSError as error:
         if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS):

@@ -31,7 +31,7 @@ from harness.config.data import RemoteDataConfig
 from harness.config.errors import ConfigError, StorageError, require
 from harness.core.object_store import ObjectStore, StoredObject, is_url
 from harness.data.corpus import cache_blocks
-from harness.data.corpus.cache_blocks import DIGEST_BYTES, NO_DIGEST, REPLACED, SOURCE
+from harness.data.corpus.cache_blocks import DIGEST_BYTES, NO_DIGEST, REPLACED
 from harness.data.corpus.cache_eviction import CacheEviction
 
 NUM_FETCHES = 16
@@ -44,6 +44,8 @@ MARK_S = 1.0
 """A use of a block is recorded at most this often, in seconds."""
 COMPANIONS = (".idx", ".meta.json", ".counts.npy", ".tokenizer.json")
 KEY = "data.remote"
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""Errors of the cache's disk that another start may not meet; others are wrong settings."""
 
 
 @final
@@ -276,10 +278,11 @@ class RemoteCache:
         folder = self._root / digest[:32]
         block_bytes = 1024 * self._cfg.block_kb
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            self._root.mkdir(parents=True, exist_ok=True)
+            eviction = self._make_eviction()  # before anything is written: the disk may be full
+            folder.mkdir(exist_ok=True)
             cache_blocks.forget_replaced(folder)
-            (folder / SOURCE).write_text(f"{url}\n{block_bytes}\n", encoding="utf-8")
-            eviction = self._make_eviction()
+            cache_blocks.write_source(folder, url, block_bytes)
             return [
                 CachedFile(
                     store,
@@ -293,7 +296,11 @@ class RemoteCache:
                 for each in [name, *beside]
             ]
         except OSError as error:
-            raise ConfigError(f"{KEY}.cache_dir", f"{folder} cannot be used: {error.strerror}") from None
+            place = error.filename or folder
+            if error.errno in DISK_ERRORS:
+                problem = f"the cache of {url} cannot be used: {error.strerror}"
+                raise StorageError(error.errno, problem, str(place)) from None
+            raise ConfigError(f"{KEY}.cache_dir", f"{place} cannot be used: {error.strerror}") from None
 
     def close(self) -> None:
         """Repeat no failed request from now on; what is open stays readable."""
@@ -301,12 +308,14 @@ class RemoteCache:
             store.close()
 
     def _make_eviction(self) -> CacheEviction | None:
-        """The eviction of this process, if there is a limit; the cache directory must exist."""
+        """The eviction of this process, if there is a limit; the cache directory must exist. A cache above the limit is
+        made smaller."""
         limit_bytes = self._cfg.limit_bytes()
         if limit_bytes is not None and self._eviction is None:
             message = f"the file system of {self._root} cannot free parts of a file; set it to null"
             require(cache_blocks.can_free_ranges(self._root), f"{KEY}.cache_gb", message)
             self._eviction = CacheEviction(self._root, limit_bytes)
+            self._eviction.on_used(0)
         return self._eviction
 
     def find(self, path: Path) -> CachedFile | None:

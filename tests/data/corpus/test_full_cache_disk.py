@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.config.data import RemoteDataConfig, TokenDtype
+from harness.config.data import MIN_CACHE_BLOCKS, RemoteDataConfig, TokenDtype
 from harness.config.errors import StorageError
 from harness.data.corpus.corpus import SampleShape
 from harness.data.corpus.remote_cache import cached_file, local_path, use_cache
@@ -85,3 +85,27 @@ def test_a_full_tmpfs_is_one_line(tmp_path: Path) -> None:
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.endswith(f"/a.bin: the cache of {url} cannot be used: No space left on device\n")
+
+
+@pytest.mark.skipif(not may_mount(), reason="needs the right to mount")
+def test_a_start_on_a_full_disk_is_one_line_and_a_limit_makes_room_first(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    for name in "ab":
+        (tmp_path / "store" / f"{name}.bin").write_bytes(b"\x01" * (32 * BLOCK))
+
+    def require_blocks(name: str, num_blocks: int, *, cache: Path, cache_gb: float | None = None) -> None:
+        use_cache(RemoteDataConfig())  # as in another process
+        use_cache(RemoteDataConfig(cache_dir=str(cache), block_kb=BLOCK // 1024, cache_gb=cache_gb, retry_s=0))
+        cached = cached_file(local_path(f"file://{tmp_path}/store/{name}.bin", key=KEY))
+        assert cached is not None
+        cached.require([(0, num_blocks * BLOCK)])
+
+    with small_disk(tmp_path / "cache", num_bytes=4 << 20) as cache:
+        require_blocks("a", 32, cache=cache)
+        fill(cache)
+        require_blocks("a", 32, cache=cache)
+        with pytest.raises(StorageError, match=r"the cache of file:.*/b\.bin cannot be used: No space left") as caught:
+            require_blocks("b", 1, cache=cache)
+        assert "\n" not in str(caught.value)
+        assert [path.read_text() for path in cache.rglob("source.txt")] == [f"file://{tmp_path}/store/a.bin\n{BLOCK}\n"]
+        require_blocks("b", 4, cache=cache, cache_gb=MIN_CACHE_BLOCKS * BLOCK / 2**30)
