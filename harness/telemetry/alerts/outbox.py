@@ -126,7 +126,8 @@ class Outbox:
             channel = item["channel"]
             if channel in busy:
                 continue
-            if now >= min(item["not_before"], now + LONGEST_PAUSE_S):  # the clock may have been set back
+            pause_s = item["not_before"] - now
+            if not 0 < pause_s <= LONGEST_PAUSE_S:  # a longer pause than the longest: the clock was set back
                 num_left_out = self._state.left_out.get(channel, 0)
                 future = self._threads.submit(self._deliver_item, item["alert"], channel, num_left_out)
                 self._running[channel] = Delivery(item, num_left_out, future)

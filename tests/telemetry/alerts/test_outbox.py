@@ -99,6 +99,18 @@ def test_a_channel_that_is_down_is_retried_in_order_and_delays_no_other() -> Non
     assert restarted.state.queue == [], "the topics survive the restart too"
 
 
+def test_an_alert_that_waits_is_due_after_the_clock_was_set_back() -> None:
+    receiver = Receiver(AlertsConfig(webhook=WebhookConfig(url="env:X")))
+    receiver.down = {ChannelKind.webhook}
+    receiver.outbox.add(alert("failed", AlertKind.failed), 2 * HOUR_S)
+    assert receiver.poll(2 * HOUR_S) == ["webhook: down; next try in 2 s"]
+    assert receiver.poll(HOUR_S) == ["webhook: down; next try in 4 s"]
+    assert receiver.poll(HOUR_S + 3.9) == [], "the pauses are kept"
+    receiver.down = set()
+    receiver.poll(HOUR_S + 4)
+    assert receiver.got == [("webhook", "failed", 0)]
+
+
 def test_a_channel_that_takes_long_delays_no_other_and_delivers_once_and_in_order() -> None:
     receiver = Receiver(two_channels())
     slow = receiver.held[ChannelKind.webhook] = Flag()
