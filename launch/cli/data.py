@@ -11,12 +11,14 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
+from harness.config import compose
 from harness.config.command_line import override, shell_command
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError, require
-from harness.core.rundir import locate
+from harness.config.schema import Config
+from harness.core.rundir import RunDir, locate
 from harness.data.prepare.document_filter import DocumentFilter
 from harness.data.prepare.prepared_files import Options
 from harness.data.prepare.tokenizer import EOD_TOKEN, end_token_of, find_tokenizer_file
@@ -47,8 +49,14 @@ BATCHES_END = 2**40
 
 INSPECT = """\
 Show a batch as training reads it: source, file and documents of each row, its text, the rarest tokens, entropy and
-fingerprints. The overrides are those of `harness train`; with run.name=NAME the ledger of that run applies.
+fingerprints. The overrides are those of `harness train`. With run.name=NAME the batch is the one of that run: its
+config and its ledger apply, and of the overrides only data.remote may differ from it.
 """
+
+DATA_KEYS = ("data.", "model.vocab_size", "run.seed", "train.batch_size", "train.sequence_length")
+"""Beginnings of the config keys that determine a batch, ..."""
+REMOTE = "data.remote."
+"""... except these, which may differ from machine to machine."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -139,8 +147,6 @@ def inspect_batch(arguments: Sequence[str]) -> int:
     require(args.batch >= 0, "--batch", f"must be 0 or more, got {args.batch}")
     require(args.batch < BATCHES_END, "--batch", f"must be below {BATCHES_END}, got {args.batch}")
     require(args.chars >= 0, "--chars", f"must be 0 (all) or more, got {args.chars}")
-    from harness.config import compose
-
     cfg = compose.load(args.overrides)
     run = None if cfg.run.name is None else locate(cfg)
     if run is not None:
@@ -148,6 +154,7 @@ def inspect_batch(arguments: Sequence[str]) -> int:
             f"is not a run directory: it has no {run.config.name}; leave out run.name to show a batch of a new run"
         )
         require(run.config.is_file(), str(run.path), message)
+        cfg = config_of_run(run, cfg, args.overrides)
     import torch
 
     from harness.data.batch_view import render, view_batch
@@ -168,6 +175,22 @@ def inspect_batch(arguments: Sequence[str]) -> int:
         held_out.close()
     print(json.dumps(asdict(view)) if args.json else render(view, num_characters=args.chars))
     return EXIT_DONE
+
+
+def config_of_run(run: RunDir, given: Config, overrides: Sequence[str]) -> Config:
+    """The config that a run has stored, with the given settings of `data.remote`. `given` is composed from the
+    overrides; one that names another batch than that of the run is rejected."""
+    stored, default = compose.read(run.config), compose.load()
+    keys = [item.partition("=")[0].lstrip("+~") for item in overrides]
+    then, now, unset = (compose.flat_values(cfg) for cfg in (stored, given, default))
+    for key in sorted(then | now | unset):
+        is_given = now.get(key) != unset.get(key) or any(key == each or key.startswith(f"{each}.") for each in keys)
+        if is_given and key.startswith(DATA_KEYS) and not key.startswith(REMOTE):
+            message = f"is {then.get(key)} in {run.path}, got {now.get(key)}; leave it out to show the batch of the run"
+            require(then.get(key) == now.get(key), key, f"{message}, or leave out run.name to show one of a new run")
+    names = [key.removeprefix(REMOTE) for key in keys if key.startswith(REMOTE)]
+    remote = replace(stored.data.remote, **{name: getattr(given.data.remote, name) for name in names})
+    return replace(stored, data=replace(stored.data, remote=remote))
 
 
 def prepare_parser() -> ArgumentParser:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness.config.compose import to_yaml
 from harness.core.rundir import locate
 from harness.data.corpus.corpora import embedded_documents
 from harness.data.order.ledger import Ledger
@@ -307,10 +308,28 @@ def test_inspect_applies_the_ledger_of_the_run(tmp_path: Path, capsys: pytest.Ca
     assert output == ""
     assert stderr == f"{line} of a new run\n"
     path.parent.mkdir(parents=True)
-    locate(load(run)).config.touch()
+    locate(load(run)).config.write_text(to_yaml(load([*SMALL, *run])))
     Ledger.load(path).exclude(3, 4, "poisoned")
     written = path.read_bytes()
     assert inspect_json([*run, "--batch", "3"], capsys)["excluded"]
     assert not inspect_json([*run, "--batch", "5"], capsys)["excluded"]
     assert not inspect_json([*run, "--batch", "3", "--held-out"], capsys)["excluded"]
     assert path.read_bytes() == written
+
+
+def test_inspect_of_a_run_starts_from_the_config_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, options = [f"run.dir={tmp_path}", "run.name=x"], [*SMALL, "data=mixture", "run.seed=7"]
+    locate(load(run)).path.mkdir()
+    locate(load(run)).config.write_text(to_yaml(load([*options, *run])))
+    assert data.main(["inspect", *options, "--batch", "3"]) == 0
+    shown = capsys.readouterr().out
+    for given in (run, [*run, *options], [*run, "train.num_steps=99", f"data.remote.cache_dir={tmp_path}"]):
+        assert data.main(["inspect", *given, "--batch", "3"]) == 0
+        assert capsys.readouterr().out == shown
+    for given, line in (
+        (["train.batch_size=8"], "train.batch_size: is 4 in RUN, got 8; leave it out to show the batch of the run"),
+        (["run.seed=0"], "run.seed: is 7 in RUN, got 0; leave it out"),
+        (["data=synthetic"], "data.phases: is [{'from_batch': 100, 'weights': {'text': 3.0}}] in RUN, got []; leave"),
+    ):
+        assert data.main(["inspect", *run, *given, "--batch", "3"]) == 2
+        assert capsys.readouterr().err.startswith(f"harness: {line.replace('RUN', str(tmp_path / 'x'))}")
