@@ -9,6 +9,7 @@ moved, another batch size, other weights from the resumed batch on.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -41,7 +42,7 @@ from harness.data.corpus.corpus_record import (
 from harness.data.corpus.file_probe import list_files, probe
 from harness.data.corpus.host_agreement import KeyedFile, agree_on_files
 from harness.data.corpus.remote_cache import use_cache
-from harness.data.order.ledger import Exclusion, Ledger
+from harness.data.order.ledger import Ledger
 from harness.data.order.mixture import Change
 from harness.data.sources import configured_sizes, open_sources, source_seed, train_recipe
 from harness.distributed.collectives import run_on_rank_zero
@@ -78,7 +79,7 @@ class Progress(NamedTuple):
     """The first batch that no checkpoint has consumed; 0 if there is no checkpoint. It is not the newest checkpoint
     that decides: the load falls back to an older one if that is damaged."""
     excluded: int
-    """The first batch after all exclusions."""
+    """The first batch after all exclusions, without those given back."""
 
     @property
     def kept(self) -> int:
@@ -367,6 +368,5 @@ def progress_of(run: RunDir) -> Progress:
     """Read from checkpoints and ledger how far the run has come. Damaged and tainted checkpoints are never loaded."""
     saved = [each for each in catalog.list_checkpoints(run.checkpoints) if each.health is not catalog.Health.tainted]
     cursors = [cursor for each in saved if (cursor := catalog.cursor_of(each.path)) is not None]
-    entries = Ledger.load(run.ledger, writer=False)
-    excluded = max((entry.last + 1 for entry in entries if isinstance(entry, Exclusion)), default=0)
-    return Progress(max(cursors, default=0), excluded)
+    excluded = Ledger.load(run.ledger, writer=False).excluded_ranges(0, sys.maxsize)
+    return Progress(max(cursors, default=0), max((last + 1 for _, last in excluded), default=0))

@@ -235,6 +235,17 @@ def test_excluded_samples_stay_excluded_with_another_batch_size(shards: Path) ->
     assert len(set(trained)) == len(trained) == 3 * 8 + 8 * 10
 
 
+def test_an_exclusion_that_was_taken_back_fixes_no_batch(shards: Path) -> None:
+    run = start_run(config(shards), cursor=5)
+    ledger = Ledger.load(run.ledger)
+    ledger.exclude(1000, 1009, "operator: typo")
+    ledger.give_back([[1002, 1009]], 1010, "operator: undo")
+    larger = config(shards, "run.resume=changed", "train.batch_size=16")
+    assert plan_data(larger).record.sizes[-1] == BatchSize(1002, 16)
+    ledger.give_back([[1000, 1001]], 1010, "operator: undo")
+    assert plan_data(larger).record.sizes[-1] == BatchSize(5, 16)
+
+
 def test_limits_on_rare_tokens_fix_the_batch_size_and_the_corpus(shards: Path) -> None:
     limits = ("data.stratify.rare_below=2", "data.stratify.max_per_batch=9")
     start_run(config(shards, *limits), cursor=5)
