@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -56,6 +57,23 @@ def run_overrides(run: str | PurePath) -> list[str]:
     """The overrides that train in a run directory."""
     directory, name = directory_and_name(run)
     return [override("run.dir", directory), override("run.name", name)]
+
+
+def train_command(overrides: Sequence[str] | None, *changes: str) -> str:
+    """The command that trains a run with changes; a shell comment if the overrides of the run are not known.
+
+    A command with the changes alone would set every other key to its default.
+    """
+    if overrides is None:
+        reason = "its configuration cannot be written as overrides"
+        return f"# run the command of this run again with {shlex.join(changes)} ({reason})"
+    return shell_command("harness", "train", *with_changes(overrides, changes))
+
+
+def with_changes(overrides: Sequence[str], changes: Sequence[str]) -> list[str]:
+    """Overrides and changes; a change replaces the override of its key."""
+    changed = {each.partition("=")[0] for each in changes}
+    return [*(each for each in overrides if each.partition("=")[0] not in changed), *changes]
 
 
 def shell_command(*args: str | PurePath | int) -> str:

@@ -48,8 +48,8 @@ class RunFacts:
     path: str
     settings: dict[str, Any] = field(default_factory=dict)
     """The whole configuration, with dotted keys."""
-    overrides: list[str] = field(default_factory=list)
-    """Overrides for `harness train` that reproduce this configuration, without the run's name; empty: not known."""
+    overrides: list[str] | None = None
+    """Overrides for `harness train` that reproduce this configuration, without the run's name; None: not known."""
     world_size: int = 1
     commit: str = ""
     device: str = ""

@@ -23,23 +23,23 @@ NAMED = ("data.sources.",)
 """Sections whose keys are chosen by the user. New keys need Hydra's `+`."""
 
 
-def overrides_in(run: RunDir) -> list[str]:
-    """Overrides that reproduce the configuration of a run; empty if another version wrote it and it cannot be read."""
+def overrides_in(run: RunDir) -> list[str] | None:
+    """Overrides that reproduce the configuration of a run; None if another version wrote it and it cannot be read."""
     try:
         return overrides_of(compose.read(run.config))
     except ConfigError:
-        return []
+        return None
 
 
-def overrides_of(cfg: Config) -> list[str]:
-    """Overrides that reproduce a configuration; empty if none were found."""
+def overrides_of(cfg: Config) -> list[str] | None:
+    """Overrides that reproduce a configuration; empty if it is the default, None if none were found."""
     groups = [*groups_of(cfg), *required_overrides(cfg)]
     try:
         wanted, start = computed_settings(cfg), computed_settings(compose.load(groups))
         overrides = [*groups, *differing_overrides(wanted, start, cfg)]
-        return overrides if computed_settings(compose.load(overrides)) == wanted else []
+        return overrides if computed_settings(compose.load(overrides)) == wanted else None
     except ConfigError:
-        return []
+        return None
 
 
 def groups_of(cfg: Config) -> list[str]:

@@ -17,7 +17,7 @@ from typing import final
 from harness.analysis.postmortem.evidence import Evidence, IncidentNumbers
 from harness.analysis.postmortem.incident_numbers import EMA_STEPS, smooth_loss
 from harness.analysis.postmortem.rules.remedies import Remedy
-from harness.config.command_line import directory_and_name, override, run_overrides
+from harness.config.command_line import directory_and_name, override, run_overrides, with_changes
 from harness.core.events import StepRecord
 
 STEPS_PAST = 100
@@ -134,9 +134,8 @@ def _train_arguments(evidence: Evidence, changes: Sequence[str], through: int, f
     run = evidence.run
     if not run.overrides:
         return []
-    changed = {each.partition("=")[0] for each in changes} | {"train.num_steps"}
-    kept = [each for each in run.overrides if each.partition("=")[0] not in changed]
-    return [*kept, *changes, override("train.num_steps", through), *run_overrides(folder)]
+    steps = override("train.num_steps", through)
+    return with_changes(run.overrides, [*changes, steps, *run_overrides(folder)])
 
 
 def kept_steps(records: Iterable[StepRecord]) -> dict[int, StepRecord]:

@@ -179,6 +179,7 @@ def test_steps_are_read_by_iteration_with_any_order_of_keys(tmp_path: Path) -> N
 def test_overrides_reproduce_the_configuration(overrides: list[str]) -> None:
     cfg = compose.load([*overrides, "run.name=first", "telemetry=plain"])
     found = overrides_of(cfg)
+    assert found is not None
     assert computed_settings(compose.load(found)) == computed_settings(cfg)
     assert len(found) <= len(overrides) + 2
 

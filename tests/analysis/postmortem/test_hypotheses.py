@@ -290,6 +290,10 @@ def test_broken_run_is_restored_from_a_finite_checkpoint_or_restarted(tmp_path: 
     text, (command,) = restore_commands(evidence)
     assert "start again with a lower learning rate" in text
     assert command == f"harness train model=50m optim.lr=0.0005 run.dir={tmp_path} run.name=run-lower-lr"
+    evidence.run.overrides = None
+    _, (unknown,) = restore_commands(evidence)
+    assert unknown.startswith(f"# run the command of this run again with optim.lr=0.0005 run.dir={tmp_path} ")
+    evidence.run.overrides = ["model=50m", "optim.lr=0.001"]
     start = next(event for event in evidence.others if isinstance(event, RunStarted))
     start.resumed_from = "step-00000000-gen-0"
     _, (first, again) = restore_commands(evidence)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.config import compose
 from harness.core.event_json import to_json
 from harness.core.events import Action, ActionKind, Event, Intervention
 from launch.cli.main import main
@@ -28,12 +29,25 @@ def test_a_run_directory_with_its_numbers_and_as_json(tmp_path: Path, capsys: py
     assert conclusion == "=> non-finite from step 149: ranks 1; layer groups not in the log"
     assert replay == f"   harness replay {run} --incident 1"
     assert stop == f"   harness ctl {run} stop --reason 'non-finite from step 149' --wait"
-    assert train.startswith("   harness train ")
-    assert train.endswith(f" optim.clip_value=100 run.dir={tmp_path} run.name=run run.resume=changed")
+    changes = f"optim.clip_value=100 run.dir={tmp_path} run.name=run run.resume=changed"
+    reason = "(its configuration cannot be written as overrides)"
+    assert train == f"   # run the command of this run again with {changes} {reason}"
     assert main(["diagnose", run, "--json"]) == 10
     result = json.loads(capsys.readouterr().out)
     assert (result["finds"], result["exit_code"]) == ("not_finite", 10)
     assert [node["question"] for node in result["nodes"]] == ["Q1.1", "Q1.2", "Q1.3", "Q1.4"]
+
+
+@pytest.mark.parametrize("overrides", [[], ["optim.lr=0.004"]])
+def test_the_command_of_the_fix_keeps_the_configuration_of_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str]
+) -> None:
+    cfg = compose.load([*overrides, f"run.dir={tmp_path}", "run.name=run"])
+    run = stories.write(tmp_path / "run", stories.one_rank(), compose.to_yaml(cfg))
+    assert main(["diagnose", str(run.path)]) == 10
+    *_, train = capsys.readouterr().out.splitlines()
+    changes = ["optim.clip_value=100", f"run.dir={tmp_path}", "run.name=run", "run.resume=changed"]
+    assert train.split() == ["harness", "train", *overrides, *changes]
 
 
 def test_a_csv_of_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
