@@ -59,7 +59,7 @@ def run_overrides(run: str | PurePath) -> list[str]:
     return [override("run.dir", directory), override("run.name", name)]
 
 
-def train_command(overrides: Sequence[str] | None, *changes: str) -> str:
+def changed_run_command(overrides: Sequence[str] | None, *changes: str) -> str:
     """The command that trains a run with changes; a shell comment if the overrides of the run are not known.
 
     A command with the changes alone would set every other key to its default.

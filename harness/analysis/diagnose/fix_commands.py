@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from harness.analysis.diagnose.diagnosis import Diagnosis
-from harness.config.command_line import directory_and_name, override, run_overrides, shell_command, train_command
+from harness.config.command_line import changed_run_command, directory_and_name, override, run_overrides, shell_command
 
 
 def fix_commands(
@@ -24,7 +24,7 @@ def fix_commands(
     if is_finished:
         directory, name = directory_and_name(run)
         place, restore = [override("run.dir", directory), override("run.name", f"{name}-fixed")], []
-    train = [train_command(overrides, *diagnosis.overrides, *place)]
+    train = [changed_run_command(overrides, *diagnosis.overrides, *place)]
     if not is_running:
         return [*replay, *(train if diagnosis.overrides or restore else []), *restore]
     return [*replay, *restore, *([shell_command(*ctl, "stop", *reason), *train] if diagnosis.overrides else [])]

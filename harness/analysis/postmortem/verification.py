@@ -132,7 +132,7 @@ def _clip_norm(evidence: Evidence, changes: Sequence[str]) -> float | None:
 
 def _train_arguments(evidence: Evidence, changes: Sequence[str], through: int, folder: str) -> list[str]:
     run = evidence.run
-    if not run.overrides:
+    if run.overrides is None:
         return []
     steps = override("train.num_steps", through)
     return with_changes(run.overrides, [*changes, steps, *run_overrides(folder)])

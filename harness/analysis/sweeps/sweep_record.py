@@ -173,7 +173,7 @@ def train_command(directory: Path, sweep: Sweep, job: Job) -> str:
     Without a record of the sweep they are those that reproduce the configuration of the run.
     """
     overrides = [*job.fixed, *job.override_list] if sweep.words else overrides_in(RunDir(directory / job.name))
-    return shell_command("harness", "train", *overrides) if overrides else ""
+    return shell_command("harness", "train", *overrides) if overrides is not None else ""
 
 
 def override_value(value: Any) -> str:

@@ -298,6 +298,8 @@ def test_the_best_command_of_a_directory_of_runs_trains_the_same_model(
     assert command.main(["report", str(tmp_path), "--json"]) == 0
     best = json.loads(capsys.readouterr().out.splitlines()[-1])["best"]
     assert computed_settings(load(shlex.split(best)[2:])) == computed_settings(cfg)
+    (tmp_path / "lr=0.002" / "config.yaml").write_text(to_yaml(load([])))
+    assert sweep_record.train_command(tmp_path, sweep, sweep.jobs[-1]) == "harness train", "the default configuration"
     (tmp_path / "lr=0.002" / "config.yaml").write_text("{}")
     assert sweep_record.train_command(tmp_path, sweep, sweep.jobs[-1]) == "", "its configuration is not known"
 

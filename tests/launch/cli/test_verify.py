@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from harness.analysis.postmortem.verification import Verification
+from harness.config import compose
 from harness.core.events import Event, RunStarted, StepRecord
 from harness.core.rundir import RunDir
+from launch import train
 from launch.cli import verify
 from launch.cli.main import main
 from tests.analysis.postmortem import stories
@@ -111,6 +113,15 @@ def test_otherwise_the_run_is_trained_again_with_its_remedy(
     (wanted,) = asked
     assert wanted.folder == f"{tmp_path}/verify-run-001"
     assert capsys.readouterr().out.startswith(f"{wanted.folder}, incident 1 of {run.path}:")
+
+
+def test_a_run_with_the_default_configuration_is_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(train, "main", lambda arguments: asked.append(arguments) or 75)
+    run = write(tmp_path / "run", stories.poisoned(), compose.to_yaml(compose.load(["run.name=run"])))
+    assert main(["verify", str(run.path), "--incident", "1", "--rerun"]) == 75
+    (arguments,) = asked
+    assert arguments[:3] == ["train.num_steps=200", f"run.dir={tmp_path}", "run.name=verify-run-001"]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from harness.analysis.postmortem.rare_tokens import flag_tokens
 from harness.analysis.postmortem.rules.causes import Cause
 from harness.analysis.postmortem.rules.data_rules import find_planned_change
 from harness.analysis.postmortem.rules.rate_rules import find_rate_change, rate_range
-from harness.config.command_line import directory_and_name, override, run_overrides, shell_command, train_command
+from harness.config.command_line import changed_run_command, directory_and_name, override, run_overrides, shell_command
 
 OFF_SCHEDULE = 0.2
 """Tolerated difference between learning rate and schedule, as the logarithm of their ratio."""
@@ -71,13 +71,13 @@ def restore_commands(evidence: Evidence) -> tuple[str, list[str]]:
         if not run.ended:
             reason = f"incident {evidence.incident.number}: not finite"
             return text, [shell_command("harness", "ctl", run.path, "rollback", "--to", str(step), "--reason", reason)]
-        return text, [train_command(run.overrides, *run_overrides(run.path))]
+        return text, [changed_run_command(run.overrides, *run_overrides(run.path))]
     rate = _setting(evidence, "optim.lr", 0.0) / RATE_DIVISOR
     directory, name = directory_and_name(run.path)
     place = [override("run.dir", directory), override("run.name", f"{name}-lower-lr")]
     text = "no checkpoint from before the first value that is not finite: start again with a lower learning rate"
     imports = [import_weights_command(str(PurePath(directory, f"{name}-lower-lr")))] if evidence.first_weights else []
-    train = train_command(run.overrides, f"optim.lr={rate:g}", *place)
+    train = changed_run_command(run.overrides, f"optim.lr={rate:g}", *place)
     return text, [*imports, train] if rate else []
 
 
