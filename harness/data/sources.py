@@ -13,6 +13,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from harness.config.errors import ConfigError, require
@@ -76,12 +77,22 @@ def open_data(
         with_facts=True,
         fetch_ahead=cfg.data.remote.ahead_batches,
     )
-    message = f"must be at most the {describe_capacity(train)} of training data, got {size}"
-    require(len(train) > 0, "train.batch_size", message)
+    for stage in recipe.sizes:
+        require_rows(train, stage)
     held_out = Batches(held_out_sources, recipe=held_out_recipe(cfg), share=share, ledger=Ledger(), document_mask=mask)
     message = f"holds out {describe_capacity(held_out)}, fewer than one batch of {size}"
     require(len(held_out) > 0 or cfg.eval.every_steps == 0, "data.eval_fraction", message)
     return train, held_out
+
+
+def require_rows(batches: Batches, stage: BatchSize) -> None:
+    """Reject a batch size for which a source has too few sequences: a batch would hold one twice."""
+    rows, _ = batches.mixture.batch(stage.from_batch)
+    for number, source in enumerate(batches.sources):
+        num_samples = max(stretch.num_samples for stretch in source.stretches)
+        named = f" of {source.name}" if len(batches.sources) > 1 else ""
+        message = f"must be at most the {num_samples} sequences{named} of training data, got {stage.batch_size}"
+        require(np.count_nonzero(rows == number) <= num_samples, "train.batch_size", message)
 
 
 def open_sources(cfg: Config, record: DataRecord | None = None) -> tuple[list[Source], list[Source]]:

@@ -147,6 +147,10 @@ def test_rare_tokens_are_limited_in_every_batch_of_a_mixture_that_the_ledger_ame
     [
         (["train.sequence_length=1000000"], r"train\.sequence_length: must be at most \d+"),
         (["train.batch_size=5000"], r"train\.batch_size: must be at most the \d+ sequences of training"),
+        (
+            ["train.batch_size=5000", "train.batch_size_warmup=[{until_batch: 2, batch_size: 8}]"],
+            r"train\.batch_size: must be at most the \d+ sequences of training data, got 5000",
+        ),
         (["data=mixture", "train.batch_size=20000"], r"train\.batch_size: must be at most the \d+ sequences of text"),
         (["data.eval_fraction=0.002"], r"data\.eval_fraction: holds out \d sequences, fewer than one batch of 8"),
         (["data=mixture", "data.eval_fraction=0.001"], r"data\.eval_fraction: holds out \d sequences of text, fewer"),
