@@ -36,7 +36,8 @@ Check the criteria of an incident's post-mortem: the smoothed loss stays at its 
 ordinary loss, and gradient norms around it are ordinary before and after clipping. Without --rerun and --log the log of
 RUN itself is checked if it continued past the incident; else RUN is trained again with its seed and the remedy.
 
-exit code: 0 all criteria hold, 1 one does not, 2 bad input, 75 the repetition was interrupted (run the command again)
+exit code: 0 all criteria hold, 1 one does not, 2 bad input or a rejected repetition, 75 the repetition was interrupted
+(run the command again)
 """
 EXIT_FAILED = 1
 STEPS_BEFORE, LAST_ITERATION = 100, 1 << 62
@@ -55,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
         if checked is None:
             checked = RunDir(Path(wanted.folder))
             code = train_again(wanted, evidence)
-            if code == EXIT_INTERRUPTED:
+            if code in (EXIT_INTERRUPTED, EXIT_BAD_CONFIG):  # the training printed why
                 return code
         is_own = checked is run  # without the remedy: its own clip threshold counts
         lines = check_log_of(checked, verification_of(evidence, None) if is_own else wanted)

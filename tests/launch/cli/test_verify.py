@@ -116,12 +116,28 @@ def test_otherwise_the_run_is_trained_again_with_its_remedy(
 
 
 def test_a_run_with_the_default_configuration_is_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[str]] = []
-    monkeypatch.setattr(train, "main", lambda arguments: asked.append(arguments) or 75)
+    asked = []
+
+    def interrupted(arguments: list[str]) -> int:
+        asked.append(arguments)
+        return 75
+
+    monkeypatch.setattr(train, "main", interrupted)
     run = write(tmp_path / "run", stories.poisoned(), compose.to_yaml(compose.load(["run.name=run"])))
     assert main(["verify", str(run.path), "--incident", "1", "--rerun"]) == 75
-    (arguments,) = asked
+    ((remedy, *arguments),) = asked
+    assert remedy == "optim.clip_norm=0.5"
     assert arguments[:3] == ["train.num_steps=200", f"run.dir={tmp_path}", "run.name=verify-run-001"]
+
+
+def test_the_log_of_a_rejected_repetition_is_not_judged(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another terminal trains the repetition, and its log is not complete."""
+    write(tmp_path / "verify-run-001", [stories.healthy(at) for at in range(60)], LOWER_CLIP)
+    monkeypatch.setattr(verify, "train_again", lambda *_: 2)
+    assert main(["verify", str(run.path), "--incident", "1", "--rerun"]) == 2
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
