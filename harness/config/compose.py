@@ -203,16 +203,22 @@ def _as_tree(override: str, name: str) -> dict[str, Any]:
 
 def schema_default(key: str) -> Any:
     """The default value of a key in the schema, as plain data; None if it has none."""
-    node: Any = Config
-    *sections, name = key.split(".")
-    for section in sections:
-        node = get_type_hints(node).get(section) if is_dataclass(node) else None
-    found = {field.name: field for field in fields(node)} if is_dataclass(node) else {}
-    if name not in found:
-        return None
-    default, factory = found[name].default, found[name].default_factory
+    kind: Any = Config
+    first, *rest = key.split(".")
+    while True:
+        found = {field.name: field for field in fields(kind)} if is_dataclass(kind) else {}
+        if first not in found:
+            return None
+        default, factory = found[first].default, found[first].default_factory
+        if default is not MISSING or factory is not MISSING:
+            break
+        if not rest:
+            return None
+        kind, (first, *rest) = get_type_hints(kind)[first], rest
     value = default if factory is MISSING else factory()
-    return None if value is MISSING else str(value) if isinstance(value, StrEnum) else value
+    for name in rest:  # a section with a default brings those of its keys
+        value = getattr(value, name, None)
+    return str(value) if isinstance(value, StrEnum) else value
 
 
 def to_yaml(cfg: Config) -> str:

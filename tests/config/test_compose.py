@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -454,3 +454,23 @@ def test_a_deterministic_run_rejects_delayed_scaling() -> None:
     assert composed.load(["precision=fp8_emulated", "precision.fp8.recipe=delayed"]).run.deterministic is False
     with pytest.raises(ConfigError, match=r"^run\.deterministic: must be false with precision\.fp8\.recipe=delayed: "):
         composed.load([*fp8, "precision.fp8.recipe=delayed"])
+
+
+def keys_with_a_default(section: Any, prefix: str = "") -> Iterator[str]:
+    """Keys of a section of the configuration that have a default in the schema, themselves or through a section."""
+    for field in fields(section):
+        key, value = f"{prefix}{field.name}", getattr(section, field.name)
+        if field.default is not MISSING or field.default_factory is not MISSING:
+            yield from compose.flat({key: compose.plain(value) if is_dataclass(value) else value})
+        elif is_dataclass(value):
+            yield from keys_with_a_default(value, f"{key}.")
+
+
+def test_a_key_has_the_default_of_the_section_that_has_one() -> None:
+    """A resume takes it for a key that the stored config does not have yet."""
+    cfg = composed.load()
+    values, keys = compose.flat(compose.plain(cfg)), set(keys_with_a_default(cfg))
+    assert {"model.norm", "profile.num_steps", "sentinel.policy.budgets.trial.per_run"} < keys
+    assert {key: compose.schema_default(key) for key in keys} == {key: values[key] for key in keys}
+    for key in ("sentinel.policy.budgets.skip.per_run", "sentinel.policy.budgets.trial.nope", "optim.lr", "nope"):
+        assert compose.schema_default(key) is None
