@@ -21,6 +21,7 @@ from harness.config.schema import Config
 from harness.core.rundir import RunDir, locate
 from harness.data.prepare.document_filter import DocumentFilter
 from harness.data.prepare.prepared_files import Options
+from harness.data.prepare.streamed import StreamedDataset, describe_dataset
 from harness.data.prepare.tokenizer import EOD_TOKEN, end_token_of, find_tokenizer_file
 from launch.cli.parser import CommandParser
 
@@ -101,7 +102,7 @@ def prepare_command(arguments: Sequence[str]) -> int:
         value = getattr(args, name)
         require(value is None or value >= 1, f"--{name.replace('_', '-')}", f"must be at least 1, got {value}")
     output = output_prefix(args.output)
-    inputs = find_inputs(args.input) if args.dataset is None else [streamed_input(args, output)]
+    inputs = find_inputs(args.input) if args.dataset is None else streamed_input(args, output)
     shard_bytes = args.shard_bytes or SHARD_BYTES
     try:
         with ProgressBar() as bar:
@@ -126,13 +127,11 @@ def prepare_command(arguments: Sequence[str]) -> int:
     return EXIT_DONE
 
 
-def streamed_input(args: Namespace, output: Path) -> Path:
-    """The description of the dataset that is read in streaming form."""
-    from harness.data.prepare.streamed import describe_dataset, write_description
-
+def streamed_input(args: Namespace, output: Path) -> StreamedDataset:
+    """The dataset that is read in streaming form."""
     require(not args.input, "--dataset", f"replaces INPUT, got {' '.join(args.input)} too")
-    dataset = describe_dataset(args.dataset, split=args.split, config=args.config, revision=args.revision)
-    return write_description(output, dataset)
+    options = {"split": args.split, "config": args.config, "revision": args.revision}
+    return describe_dataset(args.dataset, **options, output=output)
 
 
 def next_command(output: Path, vocab_size: int) -> str:

@@ -47,6 +47,7 @@ from harness.data.prepare.parts import (
     write_part,
 )
 from harness.data.prepare.prepared_files import VERSION, CorpusFiles, Options, sha256_of, stat_input
+from harness.data.prepare.streamed import StreamedDataset
 from harness.data.prepare.tokenizer import Tokenizer, open_tokenizer, train_bpe
 
 SHARD_BYTES = 32 << 20
@@ -97,13 +98,21 @@ class TokenizeResult:
 
 
 def prepare_corpus(
-    inputs: Sequence[Path], output: Path, options: Options, *, num_workers: int, shard_bytes: int, progress: Progress
+    inputs: Sequence[Path] | StreamedDataset,
+    output: Path,
+    options: Options,
+    *,
+    num_workers: int,
+    shard_bytes: int,
+    progress: Progress,
 ) -> dict[str, Any]:
     """Make the corpus, or resume making it; returns its metadata. A finished corpus is returned as it is."""
     begin_s = time.perf_counter()
     files = CorpusFiles(output)
     check_tokenizer(options, files)
     with files.lock():
+        if isinstance(inputs, StreamedDataset):
+            inputs = [files.write_description(inputs)]
         input_stats = [stat_input(path) for path in inputs]
         meta = files.find_finished(options.identity(), input_stats)
         if meta is None:

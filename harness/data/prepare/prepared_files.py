@@ -4,6 +4,7 @@
     PREFIX.tokenizer.json    the tokenizer; none if tokens are bytes
     PREFIX.counts.npy        how often each token occurs, int64
     PREFIX.meta.json         version, options, inputs, report; written last, so it marks a complete corpus
+    PREFIX.dataset.json      the dataset that was read, with --dataset
     PREFIX.parts.json        only while it is made: options and inputs of the job, so that it can be resumed
 
 Why: the same command again must find its work done, and a command with other options must not destroy it.
@@ -23,10 +24,13 @@ from pathlib import Path
 from typing import Any, final
 
 from harness.config.errors import ConfigError, require
+from harness.core.rundir import write_atomically
 from harness.data.prepare.document_filter import DocumentFilter
 from harness.data.prepare.parts import part_paths
+from harness.data.prepare.streamed import STREAMED, StreamedDataset, render_description
 
 VERSION = 1
+DIFFERS = "exists and differs in {}; choose another --output, or remove it"
 
 
 def sha256_of(path: Path) -> str:
@@ -115,6 +119,10 @@ class CorpusFiles:
     def begun(self) -> Path:
         return self._named(".parts.json")
 
+    @property
+    def description(self) -> Path:
+        return self._named(STREAMED)
+
     def read_meta(self) -> dict[str, Any] | None:
         """The metadata of a finished corpus; None if there is none."""
         if not self.meta.exists():
@@ -137,8 +145,7 @@ class CorpusFiles:
         before = meta["options"]
         changes = [name for name in before | identity if before.get(name) != identity.get(name)]
         changes += [] if _same_inputs(meta["inputs"], inputs) else ["inputs"]
-        message = f"exists and differs in {', '.join(changes)}; choose another --output, or remove it"
-        require(not changes, str(self.meta), message)
+        require(not changes, str(self.meta), DIFFERS.format(", ".join(changes)))
         return meta if self.data.exists() and self.index.exists() else None
 
     def read_begun(self) -> dict[str, Any]:
@@ -155,6 +162,16 @@ class CorpusFiles:
             for path in (self.data, self.index, self.counts, self.tokenizer):
                 message = "exists and was not written by harness data prepare; choose another --output"
                 require(not path.exists(), str(path), message)
+
+    def write_description(self, dataset: StreamedDataset) -> Path:
+        """Write which dataset is read; an equal description stays as it is, so that a rerun continues. That of a
+        finished corpus is never replaced."""
+        path, text = self.description, render_description(dataset)
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            require(self.read_meta() is None, str(self.meta), DIFFERS.format("inputs"))
+            self.require_own_files()
+            write_atomically(path, text)
+        return path
 
     def clean(self) -> None:
         """Remove the files that exist only while the corpus is made."""

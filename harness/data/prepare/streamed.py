@@ -33,7 +33,10 @@ class StreamedDataset:
     """Name, bytes and modification time in ns of the files of a local directory."""
 
 
-def describe_dataset(path: str, *, split: str, config: str | None, revision: str | None) -> StreamedDataset:
+def describe_dataset(
+    path: str, *, split: str, config: str | None, revision: str | None, output: Path
+) -> StreamedDataset:
+    """`output` must not be within a local directory: the package reads all files there, and would read the corpus."""
     local = Path(path)
     if not local.is_dir():
         message = (
@@ -41,6 +44,8 @@ def describe_dataset(path: str, *, split: str, config: str | None, revision: str
         )
         require(revision is not None, path, message)
         return StreamedDataset(path=path, split=split, config=config, revision=revision)
+    is_outside = not output.resolve().is_relative_to(local.resolve())
+    require(is_outside, "--output", f"must be outside of the dataset {path}, all files of which are read; got {output}")
     found = sorted(file for file in local.rglob("*") if file.is_file() and not file.name.startswith("."))
     require(bool(found), path, "is an empty directory")
     stats = [(str(file.relative_to(local)), file.stat()) for file in found]
@@ -48,13 +53,9 @@ def describe_dataset(path: str, *, split: str, config: str | None, revision: str
     return StreamedDataset(path=str(local.absolute()), split=split, config=config, files=files)
 
 
-def write_description(output: Path, dataset: StreamedDataset) -> Path:
-    """Write the description beside the output; an equal one stays as it is, so that a rerun continues."""
-    path, text = output.with_name(output.name + STREAMED), json.dumps(asdict(dataset), indent=1) + "\n"
-    if not path.is_file() or path.read_text(encoding="utf-8") != text:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    return path
+def render_description(dataset: StreamedDataset) -> str:
+    """The text of PREFIX.dataset.json; equal for the same dataset."""
+    return json.dumps(asdict(dataset), indent=1) + "\n"
 
 
 def streamed_texts(path: Path, text_key: str) -> Iterator[tuple[int, bytes]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as arrow  # type: ignore[import-untyped]
@@ -12,6 +13,7 @@ from pyarrow import ipc, parquet
 from harness.config.errors import ConfigError
 from harness.data.prepare.documents import Reader, find_inputs, text_of
 from harness.data.prepare.prepared_files import CorpusFiles
+from harness.data.prepare.streamed import StreamedDataset
 from harness.data.prepare.tokenizer import train_bpe
 from launch.cli import data as command
 from tests.data.prepare.test_prepare import TEXTS, documents, make, write_jsonl
@@ -110,6 +112,33 @@ def test_what_datasets_saves_and_streams_gives_the_same_corpus(
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1
+
+
+def test_the_description_of_a_dataset_replaces_nothing(tmp_path: Path) -> None:
+    files = CorpusFiles(tmp_path / "out")
+    dataset = StreamedDataset(path="some/name", split="train", revision="1")
+    path = files.write_description(dataset)
+    before = path.read_bytes()
+    finished = {"version": 1, "options": {}, "inputs": [], "report": {}, "max_token": 0}
+    files.meta.write_text(json.dumps(finished))
+    assert files.write_description(dataset) == path
+    with pytest.raises(ConfigError, match=r"out\.meta\.json: exists and differs in inputs; choose another --output"):
+        files.write_description(replace(dataset, revision="2"))
+    assert path.read_bytes() == before
+    files.meta.unlink()
+    files.data.write_bytes(b"precious")
+    with pytest.raises(ConfigError, match=r"out\.bin: exists and was not written by"):
+        files.write_description(replace(dataset, revision="2"))
+    assert path.read_bytes() == before
+
+
+def test_an_output_within_the_dataset_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl")
+    assert command.main(["prepare", "--dataset", str(tmp_path), "--output", str(tmp_path / "new" / "out")]) == 2
+    assert capsys.readouterr().err.startswith(
+        f"harness: --output: must be outside of the dataset {tmp_path}, all files"
+    )
+    assert list(tmp_path.iterdir()) == [source]
 
 
 def test_a_model_directory_gives_tokenizer_and_end_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
