@@ -139,11 +139,13 @@ def _train_arguments(evidence: Evidence, changes: Sequence[str], through: int, f
 
 
 def kept_steps(records: Iterable[StepRecord]) -> dict[int, StepRecord]:
-    """Step -> the record of the update that the run kept."""
+    """Step -> the record of the update that the run kept, in order. A restore undoes the steps from its own on, also
+    if it goes back to before the first record."""
     kept: dict[int, StepRecord] = {}
     for record in records:
         if not record.refused:
-            kept = {step: each for step, each in kept.items() if step < record.step} if record.step in kept else kept
+            while kept and next(reversed(kept)) >= record.step:
+                kept.popitem()
             kept[record.step] = record
     return kept
 

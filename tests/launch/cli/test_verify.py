@@ -98,6 +98,15 @@ def test_run_that_continued_is_checked_without_a_repetition(
     assert f"{run.path}, incident 1 of {run.path}:\n  pass  reached step 250 of 250" in capsys.readouterr().out
 
 
+def test_steps_that_a_rollback_undid_are_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rollback to step 20 is before the steps that the criteria need."""
+    monkeypatch.setattr(verify, "train_again", lambda *_: 75)
+    steps: list[Event] = [stories.healthy(at) for at in range(stories.NUM_ROWS, 2 * THROUGH)]
+    again: list[Event] = [replace(stories.healthy(at), iteration=2 * THROUGH + at) for at in range(20, 40)]
+    run = write(tmp_path / "run", [*stories.poisoned(), *steps, *again])
+    assert main(["verify", str(run.path), "--incident", "1"]) == 75
+
+
 def test_otherwise_the_run_is_trained_again_with_its_remedy(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
