@@ -9,8 +9,9 @@ from harness.config.errors import require
 
 FP8_SIDE = 16
 """Every dimension of an fp8 GEMM is a multiple of this."""
-LOSS_SCALES = (2.0**-126, 2.0**127)
-"""Range of the loss scale, an fp32 number on the device: beyond it, it would be 0 or infinite for good."""
+LOSS_SCALES = (1.0, 2.0**64)
+"""Range of the first loss scale. The sentinel treats a scale below 1 as collapsed. It treats more than 64 overflows in
+a row as damage, and 64 halvings bring the largest of these scales to 1."""
 
 
 class PrecisionKind(StrEnum):
@@ -88,7 +89,7 @@ class PrecisionConfig:
     """Number format of the matmuls; master weights, moments and gradient reduction stay fp32."""
     fp8: Fp8Config
     initial_loss_scale: float
-    """fp16 only: loss scale of the first step, also of the first in fp16 after another precision."""
+    """fp16 only: loss scale of the first step, 1 to 2**64, also of the first in fp16 after another precision."""
     loss_scale_growth_interval: int
     """fp16 only: clean steps after which the loss scale doubles; an overflow halves it at once."""
     phases: list[PrecisionPhase] = field(default_factory=list)
@@ -98,7 +99,8 @@ class PrecisionConfig:
     def __post_init__(self) -> None:
         scale, interval = self.initial_loss_scale, self.loss_scale_growth_interval
         least, most = LOSS_SCALES
-        message = f"must be from {least:.3g} to {most:.3g}, because the device holds it in fp32, got {scale}"
+        message = f"must be from {least:g} to 2**64 ({most:.3g}), got {scale}: "
+        message += "the sentinel halts a run with a scale below 1 or with more than 64 overflows in a row"
         require(least <= scale <= most, "precision.initial_loss_scale", message)
         require(interval >= 1, "precision.loss_scale_growth_interval", f"must be at least 1, got {interval}")
         message = f"must be empty with precision={self.kind}: only a run in fp8 changes its precision"

@@ -17,8 +17,10 @@ from harness.config import compose, conf_files, default_config
 from harness.config.errors import ConfigError
 from harness.config.explain import explain, keys_of, leaf_keys
 from harness.config.plain_config import build_plain
+from harness.config.precision import LOSS_SCALES
 from harness.config.schema import Config
 from harness.config.usual_keys import USUAL_KEYS
+from harness.sentinel.policy.responses import LONGEST_OVERFLOW
 from tests import composed
 
 OVERLAYS = ("experiment", "sweep", "without")
@@ -118,11 +120,13 @@ def test_overrides_win_over_the_settings_of_a_size() -> None:
         ("model.dimm=1", "model.dimm: no such key; model has "),
         ("+model.dimm=1", "model.dimm: no such key; model has "),
         ("++optim.q=1", "optim.q: no such key; optim has kind, lr, "),
-        ("precision.initial_loss_scale=inf", "precision.initial_loss_scale: must be from 1.18e-38 to 1.7e+38, "),
-        ("precision.initial_loss_scale=1e39", "precision.initial_loss_scale: must be from 1.18e-38 to 1.7e+38, "),
-        ("precision.initial_loss_scale=nan", "precision.initial_loss_scale: must be from 1.18e-38 to 1.7e+38, "),
-        ("precision.initial_loss_scale=1e-46", "precision.initial_loss_scale: must be from 1.18e-38 to 1.7e+38, "),
-        ("precision.initial_loss_scale=0", "precision.initial_loss_scale: must be from 1.18e-38 to 1.7e+38, "),
+        *(
+            (
+                f"precision.initial_loss_scale={scale}",
+                "precision.initial_loss_scale: must be from 1 to 2**64 (1.84e+19), ",
+            )
+            for scale in ("inf", "1e39", "nan", "0", "0.5", "2e19")
+        ),
         ("checkpoint.retry_s=-1", "checkpoint.retry_s: must be 0 or more, and finite, got -1"),
         ("foo=1", "foo: no such key; the configuration has run, train, "),
         ("+foo=1", "foo: no such key; the configuration has run, train, "),
@@ -474,3 +478,10 @@ def test_a_key_has_the_default_of_the_section_that_has_one() -> None:
     assert {key: compose.schema_default(key) for key in keys} == {key: values[key] for key in keys}
     for key in ("sentinel.policy.budgets.skip.per_run", "sentinel.policy.budgets.trial.nope", "optim.lr", "nope"):
         assert compose.schema_default(key) is None
+
+
+def test_the_sentinel_lets_every_loss_scale_find_its_value() -> None:
+    least, most = LOSS_SCALES
+    assert most / 2**LONGEST_OVERFLOW == least
+    for scale in LOSS_SCALES:
+        assert composed.load([f"precision.initial_loss_scale={scale!r}"]).precision.initial_loss_scale == scale
