@@ -12,7 +12,7 @@ from harness.config.errors import EXIT_HALTED
 from harness.config.schema import Config
 from harness.control.stop_requests import StopRequest
 from harness.control.watcher import Watcher
-from harness.core.events import Action, ReducedRecord, StepRecord
+from harness.core.events import Action, Intervention, ReducedRecord, StepRecord
 from harness.core.gc_schedule import GcSchedule
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
@@ -51,6 +51,8 @@ class Run:
     heartbeat: Heartbeat
     gc_schedule: GcSchedule
     profiler: StepProfiler
+    pause: Intervention | None = None
+    """The operator's pause that a restart inside the job has interrupted; the loop begins paused."""
 
     def read_record(self, facts: HostFacts, values: Tensor) -> StepRecord:
         """Turn a step report into its record."""

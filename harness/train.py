@@ -30,7 +30,7 @@ from harness.config.errors import (
 )
 from harness.config.schema import Config, check_world
 from harness.control import stop_requests
-from harness.control.apply import run_operator_commands
+from harness.control.apply import continue_pause, find_interrupted_pause, run_operator_commands
 from harness.control.inbox import append_intervention
 from harness.control.stop_requests import StopRequest, signals_to
 from harness.control.watcher import watching
@@ -38,6 +38,7 @@ from harness.core import rundir
 from harness.core.events import Event, Intervention, ReducedRecord, RunEnded
 from harness.core.gc_schedule import GcSchedule
 from harness.core.locking import run_lease
+from harness.core.safe_stream import safe_output
 from harness.core.state import RunState
 from harness.data.batch import Batch
 from harness.data.batch_facts import facts_to_record
@@ -75,7 +76,7 @@ from harness.telemetry.system_sampler import sampling_system
 def train(run: Run) -> Ending:
     """Train until all steps are done, a stop is requested, or the sentinel halts the run."""
     cfg, parts, state = run.cfg, run.parts, run.state
-    ending: Ending | None = None
+    ending = continue_pause(run, train_step)
     use_planned_precision(parts, parts.ledger.next_batch(state.cursor, state.given_back).position, cfg=cfg)
     measure_held_out(parts, state)
     parts.ring.pin()
@@ -383,6 +384,7 @@ def train_opened_run(
                 heartbeat=heartbeat,
                 gc_schedule=gc_schedule,
                 profiler=profiler,
+                pause=run_on_rank_zero(lambda: find_interrupted_pause(directory)),
             )
             report_start(run, opened, events)
             run = wrap(run)
@@ -411,6 +413,7 @@ def report_start(run: Run, opened: Opened, events: list[Event]) -> None:
         run.reporter.emit_after_pause(rundir.make_config_change_event(opened.changes, iteration=state.iteration))
 
 
+@safe_output()
 def main() -> int:
     """Entry point of `torchrun --nproc-per-node N -m harness.train key=value ...`.
 

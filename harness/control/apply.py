@@ -6,10 +6,12 @@ A command becomes the same `Action` that the policy uses, with incident number 0
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from harness.build import Parts
 from harness.config.errors import EXIT_HALTED, EXIT_INTERRUPTED, ConfigError
+from harness.control import stop_requests
 from harness.control.commands import (
     Command,
     ExcludeSource,
@@ -29,21 +31,30 @@ from harness.control.commands import (
 )
 from harness.control.inbox import REFUSED, intervention_event, interventions
 from harness.control.order_checks import check_order, require_unread
-from harness.core.events import BY_OPERATOR, Action, ActionKind, Outcome
+from harness.core.events import (
+    BY_OPERATOR,
+    Action,
+    ActionKind,
+    Intervention,
+    Outcome,
+    RunEnded,
+    RunRestarted,
+    RunStarted,
+)
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
 from harness.distributed.collectives import broadcast, gather_results
 from harness.recovery import run_action, run_actions
 from harness.run import Ending, Run
+from harness.telemetry.event_log import read_non_step_events
 from harness.telemetry.heartbeat import Phase
 from harness.trials import TrainStep
 
 PAUSE_POLL_S = 1.0
 
 
-def run_operator_commands(run: Run, train_step: TrainStep) -> Ending | None:
+def run_operator_commands(run: Run, train_step: TrainStep, *, is_paused: bool = False) -> Ending | None:
     """Apply all waiting commands. A paused run stays in this function until it is resumed or stopped."""
-    is_paused = False
     while True:
         for command in broadcast(run.inbox.take() if run.inbox else []):
             is_paused = isinstance(command.order, Pause) or (is_paused and not isinstance(command.order, Resume))
@@ -61,6 +72,37 @@ def run_operator_commands(run: Run, train_step: TrainStep) -> Ending | None:
             run.inbox.wait(PAUSE_POLL_S)
         if any(gather_results(lambda: bool(run.stop))):
             return Ending(EXIT_INTERRUPTED, "stopped")
+
+
+def continue_pause(run: Run, train_step: TrainStep) -> Ending | None:
+    """Pause again if this start has interrupted a pause. The pause is logged again, for the tools that read the log."""
+    if run.pause is None:
+        return None
+    run.reporter.emit_after_pause(replace(run.pause, time=time.time(), iteration=run.state.iteration))
+    return run_operator_commands(run, train_step, is_paused=True)
+
+
+def find_interrupted_pause(run: RunDir) -> Intervention | None:
+    """Return the pause in which the start before this one lost a rank, on rank 0; call before this start is logged.
+
+    None unless this start is a restart inside the job: whoever starts a run again wants it to train.
+    """
+    if not stop_requests.is_restart_inside_job():
+        return None
+    is_restart = False
+    for event in reversed(read_non_step_events(run.events)):
+        match event:
+            case RunRestarted():
+                is_restart = True
+            case RunEnded() if is_restart:
+                pass  # the ranks ended because the launcher stopped them for the restart
+            case RunStarted() | RunEnded():
+                return None
+            case Intervention(changes={"command": "pause" | "resume" as command, **rest}) if REFUSED not in rest:
+                return event if command == "pause" else None
+            case _:
+                pass
+    return None
 
 
 def apply_command(run: Run, command: Command, train_step: TrainStep) -> tuple[dict[str, Any], Ending | None]:

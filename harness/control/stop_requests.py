@@ -132,7 +132,12 @@ def holds_for_this_start() -> bool:
 
     The launcher has removed that of the last start, and it restarts ranks inside the job only without one.
     """
-    return STOP_CLEARED in os.environ or int(os.environ.get(RESTART_COUNT, "0")) > 0
+    return STOP_CLEARED in os.environ or is_restart_inside_job()
+
+
+def is_restart_inside_job() -> bool:
+    """Whether the launcher of this rank has started the ranks before, and starts them again after a failure."""
+    return int(os.environ.get(RESTART_COUNT, "0")) > 0
 
 
 def clear_stop_file(run: RunDir) -> None:

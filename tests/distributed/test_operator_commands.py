@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,8 +27,8 @@ from harness.build import Parts
 from harness.checkpoint import catalog, io_retry, store
 from harness.checkpoint.catalog import Health
 from harness.checkpoint.manager import CheckpointManager
-from harness.config.errors import StorageError
-from harness.control import apply, watcher
+from harness.config.errors import EXIT_INTERRUPTED, StorageError
+from harness.control import apply, stop_requests, watcher
 from harness.control import inbox as commands
 from harness.control.commands import (
     ExcludeSource,
@@ -48,6 +49,7 @@ from harness.control.commands import (
 from harness.control.inbox import REFUSED
 from harness.control.watcher import Watcher
 from harness.core import event_json
+from harness.core.event_json import to_json
 from harness.core.events import (
     Action,
     ActionKind,
@@ -59,10 +61,11 @@ from harness.core.events import (
     Intervention,
     Outcome,
     RunEnded,
+    RunRestarted,
     RunStarted,
     StepRecord,
 )
-from harness.core.rundir import RunDir, locate
+from harness.core.rundir import RunDir, append_line, locate
 from harness.data.order.ledger import Exclusion, Ledger
 from harness.distributed.world import rank_from_environment
 from harness.optim.update import LR_RECOVERY_RATE
@@ -297,6 +300,35 @@ def check_answers(finished: FinishedRun, *orders: Order) -> list[Intervention]:
 def step_results(records: Sequence[StepRecord]) -> dict[int, tuple[float, float, float, int]]:
     """The exact results of each step."""
     return {record.step: (record.loss, record.grad_norm, record.lr, record.cursor) for record in records}
+
+
+def restart_worker_with_orders(
+    directory: str, orders: Orders, when_paused: WhenPaused | None, *overrides: str
+) -> RankResult:
+    """As `run_worker_with_orders`, as the launcher starts the ranks again inside the job."""
+    with patch.dict(os.environ, {stop_requests.RESTART_COUNT: "1"}):
+        return run_worker_with_orders(directory, orders, when_paused, *overrides)
+
+
+def test_a_pause_holds_when_the_ranks_start_again_inside_the_job(ranks: Pool, tmp_path: Path) -> None:
+    paused = run_with_orders(ranks, tmp_path, "victim", {3: [Pause()]}, "train.num_steps=8", when_paused=stop)
+    assert paused.result.code == EXIT_INTERRUPTED
+    paused.run.stop.unlink()
+    restart = RunRestarted(time=time.time(), iteration=paused.log[-1].iteration, step=4, number=1, reason="rank 1 died")
+    append_line(paused.run.events, to_json(restart))
+
+    again = partial(run_with_orders, when_paused=resume, case=restart_worker_with_orders)
+    resumed = again(ranks, tmp_path, "victim", {}, "train.num_steps=8")
+    (*_, start) = [place for place, event in enumerate(resumed.log) if isinstance(event, RunStarted)]
+    later = [event for event in resumed.log[start:] if isinstance(event, Intervention | StepRecord)]
+    kept, goes_on = later[:2]
+    assert isinstance(kept, Intervention)
+    assert (kept.changes["command"], kept.who, kept.reason) == ("pause", WHO, WHY)
+    assert isinstance(goes_on, Intervention)
+    assert goes_on.changes["command"] == "resume"
+    steps = [record.step for record in events_of(StepRecord, later)]
+    assert steps == [*range(resumed.log[start].step + 1, 9)]
+    assert resumed.result.code == 0
 
 
 @pytest.fixture(scope="module")
