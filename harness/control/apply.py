@@ -190,9 +190,16 @@ def refusal_of(run: RunDir, order: Order) -> str:
 
 
 def ordered_factor(run: RunDir, otherwise: float) -> float:
-    """Return the newest learning-rate factor that an operator set. It outlives a restore."""
-    done = [event.changes for event in interventions(run) if REFUSED not in event.changes]
-    return next((float(changes["factor"]) for changes in reversed(done) if "factor" in changes), otherwise)
+    """Return the newest learning-rate factor that an operator set. It outlives a restore.
+
+    Each of the two files may lack an intervention: a write to it failed, or a power failure took the end of the log.
+    """
+    logged = [event for event in read_non_step_events(run.events) if isinstance(event, Intervention)]
+    done = [
+        event for event in [*interventions(run), *logged] if {REFUSED, "factor"} & event.changes.keys() == {"factor"}
+    ]
+    newest = max(done, key=lambda event: (event.iteration, event.time), default=None)
+    return otherwise if newest is None else float(newest.changes["factor"])
 
 
 def changes_of(order: Order, action: Action | None, outcome: Outcome | None) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeGuard
 
 from harness.checkpoint import catalog
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_CRASHED, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, require
@@ -26,7 +27,7 @@ from harness.control import inbox, stop_requests
 from harness.control.commands import Command, Profile, Rollback, in_words, one_line
 from harness.control.order_checks import check_order
 from harness.control.order_effect import describe_effect
-from harness.core.events import Intervention, RunEnded, RunStarted, StepRecord
+from harness.core.events import Event, Intervention, RunEnded, RunStarted, StepRecord
 from harness.core.locking import run_lease
 from harness.core.rundir import RunDir, user_name
 from harness.telemetry import heartbeat
@@ -197,10 +198,12 @@ def wait_or_interrupt(run: RunDir, request: str, wait_for: Callable[[], int]) ->
 def wait_for_answer(run: RunDir, command: Command, log_bytes: int) -> int:
     """Wait for the result of a command, or for the end of the run, and print it."""
     path = inbox.path_of(run, command.id)
+    logged: Intervention | None = None
     while True:
         is_pending = path.exists()
-        ended, log_bytes = read_end(run, log_bytes)
-        if (event := inbox.answer(run, command.id)) is not None:
+        events, log_bytes = read_until_end(run, log_bytes)
+        logged = next((event for event in events if is_answer(event, command)), logged)
+        if (event := inbox.answer(run, command.id) or (None if is_pending else logged)) is not None:
             refused = event.changes.get(inbox.REFUSED)
             require(refused is None, str(run.path), f"refused at iteration {event.iteration}: {refused}")
             print(f"{run.path}: done at iteration {event.iteration}: {describe_changes(event)}")
@@ -209,7 +212,7 @@ def wait_for_answer(run: RunDir, command: Command, log_bytes: int) -> int:
             aside = inbox.refused_path_of(run, command.id)
             fate = f"refused by the run, see {aside}" if aside.exists() else f"withdrawn: {path} is gone"
             raise ConfigError(str(run.path), f"the command was {fate}")
-        if ended is not None:
+        if ended := end_of(events):
             print(f"{describe_end(run, ended)}; the command runs at its next start, unless you remove {path}")
             return EXIT_INTERRUPTED
         time.sleep(POLL_S)
@@ -218,21 +221,30 @@ def wait_for_answer(run: RunDir, command: Command, log_bytes: int) -> int:
 def wait_for_end(run: RunDir, log_bytes: int) -> int:
     """Wait for the end of the run and print it; returns its exit code."""
     while True:
-        ended, log_bytes = read_end(run, log_bytes)
-        if ended is not None:
+        events, log_bytes = read_until_end(run, log_bytes)
+        if ended := end_of(events):
             print(describe_end(run, ended))
             return ended.exit_code
         time.sleep(POLL_S)
 
 
-def read_end(run: RunDir, log_bytes: int) -> tuple[RunEnded | None, int]:
-    """The first RunEnded in the log after its first `log_bytes`, and the new position."""
-    while chunk := read_chunk(run.events, log_bytes):
+def read_until_end(run: RunDir, log_bytes: int) -> tuple[list[Event], int]:
+    """The events in the log after its first `log_bytes`, until a RunEnded is among them, and the new position."""
+    events: list[Event] = []
+    while not end_of(events) and (chunk := read_chunk(run.events, log_bytes)):
         log_bytes = chunk.end
-        for event in chunk.events:
-            if isinstance(event, RunEnded):
-                return event, log_bytes
-    return None, log_bytes
+        events += chunk.events
+    return events, log_bytes
+
+
+def end_of(events: Sequence[Event]) -> RunEnded | None:
+    """The first RunEnded of these events."""
+    return next((event for event in events if isinstance(event, RunEnded)), None)
+
+
+def is_answer(event: Event, command: Command) -> TypeGuard[Intervention]:
+    """Whether an event of the log is the result of a command. interventions.jsonl lacks it after a failed write."""
+    return isinstance(event, Intervention) and event.changes.get("id") == command.id
 
 
 def describe_end(run: RunDir, ended: RunEnded) -> str:

@@ -1,7 +1,8 @@
-"""What a start of a run reads from its logs: a pause; tests/distributed has commands on live runs."""
+"""What a start of a run reads from its logs: a pause, a learning rate; tests/distributed has commands on live runs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from harness.control import inbox as commands
 from harness.control import stop_requests
-from harness.control.apply import find_interrupted_pause
+from harness.control.apply import find_interrupted_pause, ordered_factor
 from harness.control.commands import Command, Order, Pause, Rate, Resume
 from harness.control.inbox import REFUSED
 from harness.core.event_json import to_json
@@ -54,3 +55,20 @@ def test_a_restart_inside_the_job_continues_the_pause_of_the_start_before_it(
     assert find_interrupted_pause(run) is None, "a start by a user trains"
     monkeypatch.setenv(stop_requests.RESTART_COUNT, "1")
     assert find_interrupted_pause(run) == (PAUSED if is_paused else None)
+
+
+def test_the_newest_factor_is_found_in_either_log(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert ordered_factor(run, 0.25) == 0.25
+    first, second, third = (
+        replace(ordered(Rate(factor=factor), factor=factor), iteration=iteration)
+        for iteration, factor in [(3, 0.1), (5, 0.5), (7, 0.7)]
+    )
+    append_line(run.events, to_json(first))
+    assert ordered_factor(run, 1.0) == 0.1
+    append_line(run.interventions, to_json(second))
+    assert ordered_factor(run, 1.0) == 0.5, "the log has lost it"
+    append_line(run.events, to_json(third))
+    assert ordered_factor(run, 1.0) == 0.7, "it could not be written to interventions.jsonl"
+    append_line(run.events, to_json(ordered(Rate(factor=9.0), factor=9.0, **{REFUSED: "no"})))
+    assert ordered_factor(run, 1.0) == 0.7

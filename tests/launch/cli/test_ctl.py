@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import getpass
 import json
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -290,6 +292,19 @@ def test_wait_prints_the_result(run: RunDir, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out == f"{effect}asked {run.path} to skip the next 3 batches\n{answer}"
     (event,) = commands.interventions(run)
     assert (event.who, event.reason) == (user_name(), "new nodes")
+
+
+def test_wait_finds_a_result_that_only_the_event_log_has(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    def handle(inbox: Inbox, command: Command) -> None:
+        event = commands.intervention_event(command, 7, {})
+        write_log(run, event)
+        inbox.done(command, event)
+
+    write_log(run, STARTED)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with patch.object(commands, "append_line", side_effect=full), running_inbox(run, handle):
+        assert ctl.main([str(run.path), "checkpoint", *REASON, "--wait"]) == 0
+    assert f"{run.path}: done at iteration 7: save a checkpoint\n" in capsys.readouterr().out
 
 
 def test_wait_reports_a_rejected_command(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
