@@ -115,7 +115,8 @@ def run_missing_jobs(directory: Path, sweep: Sweep, cfgs: dict[str, Config]) -> 
         pending = select_free(chosen := select_pending(cfgs, states), sweep)
         in_use = [EXIT_BAD_CONFIG] * (len(chosen) - len(pending))
         before = [*in_use, *([EXIT_HALTED] if JobState.halted in states.values() else [])]
-        record = sweep_record.extend_sweep(sweep_record.read_if_exists(directory), sweep)
+        started = {str(cfg.run.name) for cfg in pending}
+        record = sweep_record.extend_sweep(sweep_record.read_if_exists(directory), sweep, started=started)
         if pending and first.kind is LaunchKind.slurm:
             job = submit_slurm_array(pending, directory)
             sweep_record.write(record, directory)

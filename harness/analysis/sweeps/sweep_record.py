@@ -9,7 +9,7 @@ key with several values counts as swept.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -68,14 +68,18 @@ def write(sweep: Sweep, directory: Path) -> None:
     write_atomically(directory / SWEEP_FILE, yaml.safe_dump(asdict(sweep), sort_keys=False))
 
 
-def extend_sweep(earlier: Sweep | None, now: Sweep) -> Sweep:
-    """The jobs of the new sweep that can run, together with those of an earlier one."""
+def extend_sweep(earlier: Sweep | None, now: Sweep, *, started: Collection[str]) -> Sweep:
+    """The jobs of the new sweep that can run, together with those of an earlier one.
+
+    `started`: names of the jobs that the new command starts. Every other job keeps its earlier entry, because it was
+    trained with the settings of that one.
+    """
     accepted = [job for job in now.jobs if not job.problem]
     if earlier is None:
         return replace(now, jobs=accepted)
-    names = {job.name for job in accepted}
-    kept = [job for job in earlier.jobs if job.name not in names and not job.problem]
-    jobs = sort_jobs(count_differences_as_swept([*kept, *accepted]))
+    before = {job.name: job for job in earlier.jobs if not job.problem}
+    new = {job.name: job for job in accepted if job.name in started or job.name not in before}
+    jobs = sort_jobs(count_differences_as_swept([*(before | new).values()]))
     return replace(now, created=earlier.created, jobs=jobs)
 
 

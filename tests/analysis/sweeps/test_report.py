@@ -136,6 +136,11 @@ def sweep_of(jobs: list[Job], *fixed: str) -> Sweep:
     )
 
 
+def extended(earlier: Sweep | None, now: Sweep) -> Sweep:
+    """The record after a command that starts all its jobs."""
+    return sweep_record.extend_sweep(earlier, now, started=[each.name for each in now.jobs])
+
+
 def command_of(sweep: Sweep, name: str) -> str:
     """The command that trains the job of this name again."""
     return sweep_record.train_command(Path(), sweep, next(each for each in sweep.jobs if each.name == name))
@@ -144,7 +149,7 @@ def command_of(sweep: Sweep, name: str) -> str:
 def test_a_job_keeps_the_fixed_overrides_of_its_own_sweep_command() -> None:
     first = sweep_of([job(beta2="0.95"), job(beta2="0.99")], "model=tiny", "optim.lr=1e-3", "launch.nproc=1")
     second = sweep_of([job(beta2="0.9"), job(beta2="0.8")], "model=tiny", "optim.lr=1e-7", "telemetry=plain")
-    both = sweep_record.extend_sweep(sweep_record.extend_sweep(None, first), second)
+    both = extended(extended(None, first), second)
     assert command_of(both, "optim.beta2=0.99") == (
         "harness train model=tiny launch.nproc=1 optim.beta2=0.99 optim.lr=1e-3"
     )
@@ -153,24 +158,35 @@ def test_a_job_keeps_the_fixed_overrides_of_its_own_sweep_command() -> None:
     )
     assert both.keys == ["optim.beta2", "optim.lr"], "what the jobs differ in is a column"
     assert both.values("optim.lr") == ["1e-7", "1e-3"]
-    again = sweep_record.extend_sweep(both, first)
+    again = extended(both, first)
     assert sorted(map(repr, again.jobs)) == sorted(map(repr, both.jobs))
+
+
+def test_a_job_that_is_not_started_keeps_its_entry() -> None:
+    first = sweep_of([job(beta2="0.95"), job(beta2="0.99")], "optim.weight_decay=0.1")
+    second = sweep_of([job(beta2="0.95"), job(beta2="0.99"), job(beta2="0.9")], "optim.weight_decay=0.3")
+    both = sweep_record.extend_sweep(first, second, started=["optim.beta2=0.99"])
+    assert [(each.overrides["optim.beta2"], each.overrides["optim.weight_decay"]) for each in both.jobs] == [
+        ("0.9", "0.3"),
+        ("0.95", "0.1"),
+        ("0.99", "0.3"),
+    ]
 
 
 def test_a_key_that_one_command_sweeps_and_another_fixes_is_swept() -> None:
     first = sweep_of([job(beta2="0.95"), job(beta2="0.99")], "model=tiny")
     second = sweep_of([job(clip_norm="0.5"), job(clip_norm="1.0")], "model=tiny", "optim.beta2=0.9")
-    both = sweep_record.extend_sweep(first, second)
+    both = extended(first, second)
     assert command_of(both, "optim.beta2=0.99") == "harness train model=tiny optim.beta2=0.99"
     assert command_of(both, "optim.clip_norm=0.5") == "harness train model=tiny optim.clip_norm=0.5 optim.beta2=0.9"
     assert both.values("optim.beta2") == ["0.9", "0.95", "0.99"]
 
 
 def test_a_rejected_job_is_no_job_of_the_sweep_and_replaces_none() -> None:
-    first = sweep_record.extend_sweep(None, sweep_of([job(lr="0.001"), BAD]))
+    first = extended(None, sweep_of([job(lr="0.001"), BAD]))
     assert [each.name for each in first.jobs] == ["optim.lr=0.001"]
     rejected = replace(job(lr="0.001"), problem="run.name: has another configuration")
-    assert sweep_record.extend_sweep(first, sweep_of([rejected, BAD, job(lr="0.002")])).jobs == [
+    assert extended(first, sweep_of([rejected, BAD, job(lr="0.002")])).jobs == [
         job(lr="0.001"),
         job(lr="0.002"),
     ]
@@ -265,10 +281,10 @@ def test_second_sweep_extends_the_first() -> None:
 
     first = sweep(job(lr="10"), job(lr="9"), BAD, words=["old"], created=1.0)
     now = sweep(job(lr="9"), job(lr="2"), words=["new"], created=2.0)
-    both = sweep_record.extend_sweep(first, now)
+    both = extended(first, now)
     assert [each.overrides["optim.lr"] for each in both.jobs] == ["2", "9", "10"]
     assert (both.created, both.words) == (1.0, ["new"])
-    assert sweep_record.extend_sweep(None, now) == now
+    assert extended(None, now) == now
     assert both.values("optim.lr") == ["2", "9", "10"]
 
 

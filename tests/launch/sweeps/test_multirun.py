@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from harness.analysis.sweeps import sweep_record
 from harness.config import compose
 from harness.config.errors import ConfigError
 from harness.config.schema import Config
@@ -213,6 +214,16 @@ def test_another_config_under_the_same_name_is_rejected(tmp_path: Path) -> None:
     assert '"run.seed":[0,7]' in run.interventions.read_text()
     assert '"run.seed":[0,7]' in run.events.read_text()
     assert compose.read(run.config).run.seed == 7
+
+
+def test_a_finished_job_keeps_the_settings_that_it_was_trained_with(tmp_path: Path) -> None:
+    for lr in ("1", "2"):
+        write_log(RunDir(tmp_path / f"optim.lr={lr}"), 0, step=config().train.num_steps)
+    for decay in ("0.1", "0.3"):
+        overrides = [f"optim.weight_decay={decay}", "run.resume=changed"]
+        swept = [compose_job(config(*overrides, f"optim.lr={lr}"), optim__lr=lr) for lr in ("1", "2")]
+        assert multirun.run_sweep(tmp_path, swept, overrides) == 0
+    assert [each.fixed[0] for each in sweep_record.read(tmp_path).jobs] == ["optim.weight_decay=0.1"] * 2
 
 
 @pytest.mark.parametrize(
