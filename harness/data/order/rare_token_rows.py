@@ -83,7 +83,7 @@ def read_rare_index(path: Path, key: str) -> list[RareTokens] | None:
             found = RareTokens(*(file[name] for name in RareTokens._fields))
             ends = file["ends"] if "ends" in file else [len(found.samples)]  # earlier versions: one source
             return [RareTokens(*parts) for parts in zip(*(np.split(part, ends[:-1]) for part in found), strict=True)]
-    except (OSError, ValueError, KeyError, EOFError, BadZipFile):
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile, RuntimeError):  # RuntimeError: of a zip header
         return None
 
 

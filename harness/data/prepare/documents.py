@@ -126,21 +126,21 @@ def text_of(record: Record, path: Path, text_key: str) -> str:
         try:
             return record.payload.decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            raise _input_error(path, record.line, f"is not UTF-8: {error.reason} at byte {error.start}") from None
+            raise input_error(path, record.line, f"is not UTF-8: {error.reason} at byte {error.start}") from None
     try:
         document = json.loads(record.payload)
     except (ValueError, RecursionError) as error:
-        raise _input_error(path, record.line, f"is not JSON: {error}") from None
+        raise input_error(path, record.line, f"is not JSON: {error}") from None
     match document:
         case {**entries} if text_key in entries:
             text = entries[text_key]
         case {**entries}:
             listed = ", ".join(map(str, entries)) or "no keys"
-            raise _input_error(path, record.line, f"has no key {text_key!r} but {listed}; choose with --text-key")
+            raise input_error(path, record.line, f"has no key {text_key!r} but {listed}; choose with --text-key")
         case _:
-            raise _input_error(path, record.line, f"must be a JSON object, got {type(document).__name__}")
+            raise input_error(path, record.line, f"must be a JSON object, got {type(document).__name__}")
     if not isinstance(text, str):
-        raise _input_error(path, record.line, f"key {text_key!r} must be a string, got {type(text).__name__}")
+        raise input_error(path, record.line, f"key {text_key!r} must be a string, got {type(text).__name__}")
     return text if is_unicode(text) else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -318,7 +318,8 @@ def _split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
     yield b"".join(rest)
 
 
-def _input_error(path: Path, line: int, message: str) -> ConfigError:
+def input_error(path: Path, line: int, message: str) -> ConfigError:
+    """An error about one document; of a file that is one document, the line is left out."""
     return ConfigError(f"{path}, line {line}" if line > 1 or kind_of(path) in JSON_LINES else str(path), message)
 
 

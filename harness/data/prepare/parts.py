@@ -19,10 +19,11 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.config.errors import ConfigError
 from harness.data.prepare.documents import Shard
 
-BROKEN = (OSError, ValueError, KeyError, BadZipFile, EOFError)
-"""Errors of reading a file that is not a part."""
+DAMAGE = (ValueError, KeyError, BadZipFile, EOFError, RuntimeError)
+"""Errors of reading a file that is not a part; RuntimeError comes from a damaged zip header."""
 
 
 @final
@@ -74,7 +75,7 @@ def has_part(path: Path, key: str) -> bool:
     try:
         with np.load(path, allow_pickle=False) as file:
             return str(file["key"]) == key
-    except BROKEN:
+    except (OSError, *DAMAGE):
         return False
 
 
@@ -98,17 +99,22 @@ def write_part(path: Path, part: CorpusPart, key: str) -> None:
 
 
 def read_part(path: Path) -> CorpusPart:
-    """Read a part, also one of an earlier version, which had no filter."""
-    with np.load(path, allow_pickle=False) as file:
-        return CorpusPart(
-            tokens=file["tokens"],
-            lengths=file["lengths"],
-            hashes=file["hashes"],
-            origins=file["origins"],
-            num_empty=int(file["num_empty"]),
-            num_read=int(file["num_read"]) if "num_read" in file else 0,
-            dropped=file["dropped"] if "dropped" in file else np.empty((0, 5), dtype=np.int64),
-        )
+    """Read a part, also one of an earlier version, which had no filter. A damaged one is removed and reported."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return CorpusPart(
+                tokens=file["tokens"],
+                lengths=file["lengths"],
+                hashes=file["hashes"],
+                origins=file["origins"],
+                num_empty=int(file["num_empty"]),
+                num_read=int(file["num_read"]) if "num_read" in file else 0,
+                dropped=file["dropped"] if "dropped" in file else np.empty((0, 5), dtype=np.int64),
+            )
+    except DAMAGE:
+        path.unlink(missing_ok=True)
+        message = "was damaged and is removed; rerun the same command to make it again"
+        raise ConfigError(str(path), message) from None
 
 
 def read_origins(path: Path) -> NDArray[np.int64]:

@@ -32,10 +32,10 @@ import numpy as np
 
 from harness.config.errors import ConfigError, require
 from harness.core.rundir import write_atomically
-from harness.data.corpus.token_files import IndexedWriter
+from harness.data.corpus.token_files import LONGEST_DOCUMENT, IndexedWriter
 from harness.data.prepare.corpus_report import CorpusCounter
 from harness.data.prepare.document_filter import DocumentFilter, DropReason
-from harness.data.prepare.documents import Reader, Record, Shard, is_utf8, text_of
+from harness.data.prepare.documents import Reader, Record, Shard, input_error, is_utf8, text_of
 from harness.data.prepare.parts import (
     CorpusPart,
     has_part,
@@ -250,6 +250,10 @@ def make_part(shard: Shard, job: TokenizeJob, key: str) -> int | str:
     kept = [place for place, tokens in enumerate(encoded) if len(tokens)]
     end = np.array([] if job.eod is None else [job.eod], dtype=job.dtype)
     documents = [np.concatenate([encoded[place].astype(job.dtype), end]) for place in kept]
+    for place, document in zip(kept, documents, strict=True):
+        if len(document) > LONGEST_DOCUMENT:
+            message = f"has {len(document)} tokens; an index holds documents of at most {LONGEST_DOCUMENT}, so split it"
+            return str(input_error(job.inputs[records[place].file], records[place].line, message))
     hashes = b"".join(blake2b(texts[place].encode(), digest_size=8).digest() for place in kept)
     origins = [(records[place].file, records[place].line) for place in kept]
     dropped = [

@@ -25,10 +25,11 @@ from harness.config.data import TokenDtype
 from harness.config.errors import ConfigError
 from harness.data.corpus.corpora import embedded_documents
 from harness.data.corpus.token_files import open_tokens
+from harness.data.prepare import prepare
 from harness.data.prepare.corpus_report import parse_report, render
 from harness.data.prepare.documents import Reader, find_inputs, is_unicode, kind_of, text_of
-from harness.data.prepare.parts import part_path, part_paths
-from harness.data.prepare.prepare import prepare_corpus
+from harness.data.prepare.parts import has_part, part_path, part_paths, read_part
+from harness.data.prepare.prepare import TokenizeJob, make_part, prepare_corpus, start_tokenizing
 from harness.data.prepare.prepared_files import CorpusFiles, Options
 from harness.data.prepare.tokenizer import EOD_TOKEN, open_tokenizer, train_bpe
 
@@ -286,6 +287,34 @@ def test_only_parts_are_deleted(tmp_path: Path) -> None:
     assert set(part_paths(files.prefix)) == set(parts)
     files.clean()
     assert {path.name for path in tmp_path.iterdir()} == set(others)
+
+
+def tokenize_job(output: Path, source: Path) -> TokenizeJob:
+    return start_tokenizing(CorpusFiles(output), [source], Options(eod_token=EOD_TOKEN), lambda *_: None)
+
+
+def test_a_document_that_no_index_can_hold_is_named_by_file_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "LONGEST_DOCUMENT", 10)
+    source = write_jsonl(tmp_path / "in.jsonl", ["short", "ten tokens", "eleven byte"])
+    (shard,) = Reader([source], text_key="text").shards(1000)
+    message = "has 11 tokens; an index holds documents of at most 10, so split it"
+    assert make_part(shard, tokenize_job(tmp_path / "out", source), "key") == f"{source}, line 3: {message}"
+    assert not part_paths(tmp_path / "out")
+
+
+def test_a_damaged_part_is_removed(tmp_path: Path) -> None:
+    source, path = write_jsonl(tmp_path / "in.jsonl"), part_path(tmp_path / "out", 0)
+    (shard,) = Reader([source], text_key="text").shards(1000)
+    make_part(shard, tokenize_job(tmp_path / "out", source), "key")
+    whole = path.read_bytes()
+    place = whole.index(np.array(list(b"Hello"), dtype=np.uint16).tobytes())
+    path.write_bytes(whole[:place] + b"J" + whole[place + 1 :])
+    assert has_part(path, "key")
+    with pytest.raises(ConfigError, match=rf"^{path}: was damaged and is removed; rerun the same command"):
+        read_part(path)
+    assert not path.exists()
 
 
 def broken(path: Path) -> None:
