@@ -2,8 +2,8 @@
 
 Why: a wrong batch size, a forgotten precision or the wrong run directory should be seen in the first second.
 How: a pure function from the config and the ranks to rows, wrapped to the terminal. The time comes from the speed of
-the last start, or from the plan if the rates of the devices are known. On CPU there is an estimate only for models that
-are too large for one; otherwise the banner says that it is unknown.
+the last start in tokens per second, or from the plan if the rates of the devices are known. On CPU there is an estimate
+only for models that are too large for one; otherwise the banner says that it is unknown.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from harness.config.data import DataKind
 from harness.config.errors import EXIT_DONE, ConfigError
 from harness.config.schema import Config
 from harness.config.sentinel import SentinelConfig
+from harness.core.batch_sizes import BatchSize, BatchSizes, TokenSchedule
 from harness.core.events import Event, RunEnded, RunStarted, StepRecord
 from harness.core.rundir import has_checkpoint, locate
 from harness.model.size import flops_per_token, num_parameters
@@ -143,20 +144,23 @@ def checkpoints_text(cfg: Config) -> str:
 
 def time_text(cfg: Config, log: list[Event], *, world_size: int, is_gpu: bool) -> str:
     """How long the remaining steps take, and where the estimate comes from."""
-    num_left = max(0, cfg.train.num_steps - last_step(log))
-    measured = next((event.step_time_s for event in reversed(log) if isinstance(event, StepRecord)), None)
-    if measured:
-        return f"about {clock(num_left * measured)} at the speed of the last start"
+    train = cfg.train
+    sizes = BatchSizes([BatchSize(*stage) for stage in train.size_stages()])
+    schedule = TokenSchedule(sizes=sizes, sequence_length=train.sequence_length)
+    records = [event for event in reversed(log) if isinstance(event, StepRecord)]
+    measured = (schedule.left_s(record, num_steps=train.num_steps) for record in records)
+    if (left_s := next((each for each in measured if each is not None), None)) is not None:
+        return f"about {clock(left_s)} at the speed of the last start"
     try:
         planned = plan(cfg, world_size=world_size).step_time_s if is_gpu else None
     except ConfigError:
         planned = None
+    batch_tokens = train.batch_size * train.sequence_length
+    cursor = records[0].cursor + 1 if records else last_step(log)
+    num_left = schedule.tokens_ahead(cursor, train.num_steps - last_step(log)) / batch_tokens
     if planned:
         return f"about {clock(num_left * planned)} by the plan"
-    flops_per_step = (
-        cfg.train.batch_size * cfg.train.sequence_length * flops_per_token(cfg.model, cfg.train.sequence_length)
-    )
-    step_s = flops_per_step / (CPU_GFLOPS * 1e9 * num_cores())
+    step_s = batch_tokens * flops_per_token(cfg.model, train.sequence_length) / (CPU_GFLOPS * 1e9 * num_cores())
     if not is_gpu and step_s > SLOW_STEP_S:
         rate = f"at {CPU_GFLOPS} GFLOP/s per core"
         return f"about {clock(step_s)} per step on this CPU and {clock(num_left * step_s)} in all, {rate}"

@@ -11,6 +11,7 @@ from harness.config.schema import Config
 from harness.core.event_json import to_json
 from harness.core.events import Event, RunEnded, RunStarted
 from harness.core.rundir import locate
+from harness.telemetry.console import clock
 from launch.local.banner import banner_rows, finished_line, render_banner, sentinel_preset, time_text
 from tests.composed import load
 from tests.sentinel.series import record
@@ -89,11 +90,20 @@ def test_sentinel_presets_and_changes_are_named() -> None:
 
 def test_time_comes_from_the_last_start_or_from_the_plan(tmp_path: Path) -> None:
     cfg = config(tmp_path)
-    step = replace(record(99, 2.0, 1.0), step=100, step_time_s=0.5)
+    step = replace(record(99, 2.0), step=100, step_time_s=0.5, tokens_per_s=8 * 256 / 0.5)
     assert time_text(cfg, [started(), step], world_size=2, is_gpu=False) == "about 0:50 at the speed of the last start"
     planned = load(["cluster.peak_tflops=900"])
     assert time_text(planned, [], world_size=1, is_gpu=True).endswith(" by the plan")
     assert time_text(planned, [], world_size=1, is_gpu=False) == "not known before the first steps"
+
+
+def test_time_of_a_batch_size_warmup_counts_tokens() -> None:
+    """Half of the run is left, 50 batches of 2 and 450 of 8 sequences; the last step had 2."""
+    cfg = load(["train.num_steps=1000", "train.batch_size_warmup=[{until_batch: 550, batch_size: 2}]"])
+    step = replace(record(499, 2.0), step=500, step_time_s=1.0, tokens_per_s=2 * 256 / 1.0)
+    num_s = 50 + 450 * 4
+    text = time_text(cfg, [started(), step], world_size=2, is_gpu=False)
+    assert text == f"about {clock(num_s)} at the speed of the last start"
 
 
 def test_a_model_too_large_for_a_cpu_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
