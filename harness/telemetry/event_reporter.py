@@ -148,6 +148,9 @@ class EventReporter:
             draw(self._run.events, self._run.picture)
         except OSError as error:
             print_warning(f"cannot write {self._run.picture}: {error.strerror}")
+        except Exception as error:  # a picture must not fail a run
+            first_line = next(iter(str(error).splitlines()), "")
+            print_warning(f"cannot draw {self._run.picture}: {type(error).__name__}: {first_line}")
 
     def _report(self, event: Event) -> None:
         if self._is_first:

@@ -61,10 +61,15 @@ def run_figure(curves: Curves, *, title: str) -> Figure:
 
     figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained", facecolor="white")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[1.9, 1])
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
+    figure.suptitle(plain_text(title), x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
     _draw_loss(top, curves)
     _draw_gradient(bottom, curves)
     return figure
+
+
+def plain_text(text: str) -> str:
+    """A name for matplotlib, which reads what is between two dollars as a formula and fails if it is none."""
+    return text.encode(errors="replace").decode().replace("$", r"\$")
 
 
 def collect(events: Path) -> Curves:

@@ -11,7 +11,7 @@ import pytest
 
 from harness.config.errors import EXIT_DONE
 from harness.core.events import RunEnded
-from harness.telemetry import evaluation_process, postmortem_process
+from harness.telemetry import evaluation_process, event_reporter, postmortem_process
 from harness.telemetry.evaluation_process import EvaluationProcess
 from harness.telemetry.event_log import CLOSE_WAIT_S, FLUSH_WAIT_S, tail
 from harness.telemetry.event_reporter import EventReporter, longest_end_s
@@ -50,6 +50,20 @@ def test_a_stop_request_ends_the_waits(
     printed = capsys.readouterr().err
     assert "the last checkpoint was not evaluated: still running after " in printed
     assert "a post-mortem was not written: still writing after 0.2 s" in printed
+
+
+def test_a_picture_that_cannot_be_drawn_is_one_warning(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def draw(*_: object) -> None:
+        raise ValueError("no formula\n^")
+
+    monkeypatch.setattr(event_reporter, "draw", draw)
+    run, cfg = make_run(mlflow="false", picture="true", postmortem="false")
+    with EventReporter(cfg, run, world=FIRST_RANK, meter=cast(Any, None)) as reporter:
+        reporter.end(RunEnded(time=time.time(), iteration=9, step=9, exit_code=EXIT_DONE, reason="all steps done"))
+    assert capsys.readouterr().err == f"warning: cannot draw {run.picture}: ValueError: no formula\n"
+    assert len(tail(run.events)) == 1
 
 
 def test_a_warning_says_that_the_evaluation_process_has_ended_before_the_run(

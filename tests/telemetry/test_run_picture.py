@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -71,6 +72,14 @@ def test_a_run_of_nothing_but_nan_has_a_picture(tmp_path: Path, make_step: MakeS
 def test_gradient_norms_of_all_sizes_are_drawn(tmp_path: Path, make_step: MakeStep) -> None:
     events: list[Event] = [make_step(i, grad_norm=10.0 ** (i - 4) if i else 0.0) for i in range(9)]
     assert num_pixels(picture_of(events, tmp_path), BLUE) > 500
+
+
+@pytest.mark.parametrize("name", ["cost$5_$10", "$a_b^c$", r"a\$b_$", "caf\udce9"])
+def test_a_name_is_no_formula(name: str) -> None:
+    """Matplotlib fails when it draws a formula that is none."""
+    figure = run_figure(Curves(), title=name)
+    figure.savefig(io.BytesIO())
+    assert figure.get_suptitle().replace(r"\$", "$") == name.replace("\udce9", "?")
 
 
 def test_a_missing_log_gives_an_empty_picture(tmp_path: Path) -> None:

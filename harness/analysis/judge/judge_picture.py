@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from harness.telemetry.run_picture import plain_text
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -108,7 +110,8 @@ def judged_figure(trace: Trace, incidents: Sequence[MarkedIncident], *, title: s
     axes.set_ylim(bottom, top)
     highest = max((high for high in highs if high == high), default=top)
     cut = f" (the first losses, up to {highest:.4g}, are above the picture)" if highest > top else ""
-    axes.set_title(f"{title}: {len(incidents)} incidents", loc="left", fontsize=11, fontweight="bold", color=INK)
+    heading = f"{plain_text(title)}: {len(incidents)} incidents"
+    axes.set_title(heading, loc="left", fontsize=11, fontweight="bold", color=INK)
     axes.set_xlabel(f"step{cut}", color=INK)
     axes.set_ylabel("loss", color=INK)
     axes.grid(color=GRID, linewidth=0.8)

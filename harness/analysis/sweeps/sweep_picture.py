@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from harness.analysis.sweeps.ranking import SIGMAS, Basis, Grid, JobScore, Ranking, make_grid, numeric_keys
 from harness.analysis.sweeps.sweep_record import Sweep, as_number
 from harness.analysis.sweeps.sweep_text import short_names
-from harness.telemetry.run_picture import smooth
+from harness.telemetry.run_picture import plain_text, smooth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -85,7 +85,7 @@ def curves(ranking: Ranking, title: str) -> Figure:
         color = COLORS[place] if place < len(COLORS) else GREY
         draw_curve(axes, score, color, front=len(drawn) - place)
     axes.set_ylim(*view(drawn))
-    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK)
+    axes.set_title(plain_text(title), loc="left", fontsize=12, fontweight="bold", color=INK)
     lines = "lines: moving average of the training loss"
     points = "; points: held-out loss" if ranking.basis is Basis.held_out else ""
     unfinished = "; dotted: not finished" if any(not score.is_ranked for score in drawn) else ""
@@ -120,7 +120,7 @@ def draw_curve(axes: Axes, score: JobScore, color: str, *, front: int) -> None:
         color=color,
         linewidth=1.2,
         linestyle="-" if score.is_ranked else ":",
-        label="_" if color == GREY else short_label(score),
+        label="_" if color == GREY else plain_text(short_label(score)),
         zorder=2 + front / 1000,
         marker="o" if len(losses) == 1 else None,
     )
@@ -170,8 +170,8 @@ def heat_map(cells: Grid, ranking: Ranking) -> Figure:
                 axes.add_patch(frame).set_clip_on(False)
     axes.set_xticks(range(len(cells.columns)), cells.columns)
     axes.set_yticks(range(len(cells.rows)), cells.rows)
-    axes.set_xlabel(cells.column_key, color=INK)
-    axes.set_ylabel(cells.row_key, color=INK)
+    axes.set_xlabel(plain_text(cells.column_key), color=INK)
+    axes.set_ylabel(plain_text(cells.row_key), color=INK)
     axes.tick_params(length=0, labelsize=8.5, colors=INK)
     axes.spines[:].set_visible(False)
     rest = len(ranking.scores) > len(cells.rows) * len(cells.columns)
@@ -242,7 +242,7 @@ def one_key(ranking: Ranking, key: str) -> Figure:
     axes.set_title(title, loc="left", fontsize=9, color=INK)
     if min(places) > 0 and max(places) > WIDE_RANGE * min(places):
         axes.set_xscale("log")
-    axes.set_xlabel(key, color=INK)
+    axes.set_xlabel(plain_text(key), color=INK)
     axes.set_ylabel(f"{ranking.basis} loss (nats per token)", color=INK)
     style_sweep_axes(axes)
     return figure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from itertools import pairwise
 
@@ -20,6 +21,10 @@ def test_first_losses_are_in_the_picture_or_it_says_that_they_are_not(first: flo
     assert bool(axes.get_ylim()[1] > first) is is_whole
     assert axes.get_xlabel() == ("step" if is_whole else "step (the first losses, up to 60, are above the picture)")
     assert axes.get_ylim()[0] < 2.01, "the lowest loss is in the picture"
+
+
+def test_the_name_of_a_log_is_no_formula() -> None:
+    judged_figure(Trace(), [], title="cost$5_$10.csv").savefig(io.BytesIO())
 
 
 def test_no_line_leads_back_after_a_rollback() -> None:

@@ -27,7 +27,7 @@ from harness.analysis.postmortem.report.axes import (
 from harness.analysis.postmortem.report.incident_text import FILES, NOT_MEASURED, TITLES, printable
 from harness.analysis.postmortem.rules.causes import Panel
 from harness.core.events import TOKEN_LOSS_EDGES
-from harness.telemetry.run_picture import BLUE, GREY, GRID, INK, LIGHT_BLUE, ORANGE, RED
+from harness.telemetry.run_picture import BLUE, GREY, GRID, INK, LIGHT_BLUE, ORANGE, RED, plain_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -186,9 +186,9 @@ def _draw_tokens(figure: Figure, evidence: Evidence) -> bool:
 
 def _token_name(batch: GuiltyBatch, place: int) -> str:
     rare = batch.rarest[place]
-    text = printable(rare.text).replace("$", r"\$")
+    text = printable(rare.text)
     corpus = "" if rare.num_in_corpus is None else f" ({rare.num_in_corpus})"
-    return f"{rare.token} {text[:12]}{corpus}"
+    return plain_text(f"{rare.token} {text[:12]}{corpus}")
 
 
 def _draw_ranks(figure: Figure, evidence: Evidence) -> bool:
