@@ -249,7 +249,10 @@ class Reader:
                 yield batch.column(0), num_read / num_rows
 
     def _arrow_columns(self, path: Path) -> Iterator[tuple[Any, float]]:
-        """Like `_parquet_columns`; `datasets` writes the streaming format, other programs also the file format."""
+        """Like `_parquet_columns`; `datasets` writes the streaming format, other programs also the file format.
+
+        pyarrow also accepts a stream that was cut between two batches; the reader has then not moved at its end.
+        """
         import pyarrow
         from pyarrow import ipc
 
@@ -260,9 +263,13 @@ class Reader:
             self._require_text(path, opened.schema)
             number = opened.schema.get_field_index(self._text_key)
             batches = map(opened.get_batch, range(opened.num_record_batches)) if is_file else opened
+            position = source.tell()
             for batch in batches:
+                position = source.tell()
                 for start in range(0, batch.num_rows, PARQUET_ROWS):
-                    yield batch.column(number)[start : start + PARQUET_ROWS], source.tell() / max(1, source.size())
+                    yield batch.column(number)[start : start + PARQUET_ROWS], position / max(1, source.size())
+            has_end = is_file or source.tell() > position
+            require(has_end, str(path), "is truncated Arrow data: the stream has no end marker")
 
     def _require_text(self, path: Path, schema: Any) -> None:
         import pyarrow

@@ -18,6 +18,8 @@ from harness.data.prepare.tokenizer import train_bpe
 from launch.cli import data as command
 from tests.data.prepare.test_prepare import TEXTS, documents, make, write_jsonl
 
+END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+
 
 def texts_in(paths: list[Path], key: str = "text") -> list[str]:
     return [text_of(record, paths[record.file], key) for record in Reader(paths, text_key=key)]
@@ -39,6 +41,16 @@ def test_arrow_files_of_both_formats_are_read(tmp_path: Path, as_file: bool) -> 
         texts_in([path], "body")
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(ConfigError, match="cannot be read as Arrow"):
+        texts_in([path])
+
+
+def test_an_arrow_stream_that_was_cut_between_batches_is_truncated(tmp_path: Path) -> None:
+    path = tmp_path / "rows.arrow"
+    write_arrow(path, [*TEXTS], as_file=False)
+    whole = path.read_bytes()
+    assert whole.endswith(END_OF_STREAM)
+    path.write_bytes(whole.removesuffix(END_OF_STREAM))
+    with pytest.raises(ConfigError, match=r"rows\.arrow: is truncated Arrow data: the stream has no end marker"):
         texts_in([path])
 
 
