@@ -120,12 +120,12 @@ class EventReporter:
             return event.exit_code == EXIT_INTERRUPTED or is_stopping()
 
         if self._is_first:
-            is_written = self._log.flush()
             if self._evaluations is not None:
                 begun_s = time.monotonic()
                 wait_s = 0.0 if is_hurried() else self._cfg.eval.harness_exit_wait_s
                 self._evaluations.finish(wait_s, until=is_hurried)
                 self._report_evaluations(blocked_s=time.monotonic() - begun_s)
+            is_written = self._log.flush()  # from here on, its thread leaves the post-mortems to this one
             if is_written and self._cfg.telemetry.picture and not is_hurried():
                 self._draw()
             if is_written and self._postmortems is not None:

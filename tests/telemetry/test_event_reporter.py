@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from harness.config.errors import EXIT_DONE
-from harness.core.events import RunEnded
+from harness.core.events import Event, RunEnded, TaskEvaluated
 from harness.telemetry import evaluation_process, event_reporter, postmortem_process
 from harness.telemetry.evaluation_process import EvaluationProcess
 from harness.telemetry.event_log import CLOSE_WAIT_S, FLUSH_WAIT_S, tail
@@ -50,6 +50,32 @@ def test_a_stop_request_ends_the_waits(
     printed = capsys.readouterr().err
     assert "the last checkpoint was not evaluated: still running after " in printed
     assert "a post-mortem was not written: still writing after 0.2 s" in printed
+
+
+def test_the_thread_of_the_log_is_done_with_the_post_mortems_before_they_are_finished(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    result = TaskEvaluated(
+        time=0.0, iteration=9, step=9, directory="step-9", task="any", metrics={}, num_examples=1, seconds=1.0
+    )
+    results = iter([result])
+
+    def on_event(event: Event) -> None:
+        time.sleep(0.2)
+        calls.append(event.name)
+
+    def finish(*_: object, **__: object) -> None:
+        calls.append("finish")
+
+    postmortems = SimpleNamespace(on_event=on_event, finish=finish, replay_incidents=lambda *_, **__: None)
+    evaluations = SimpleNamespace(finish=lambda *_, **__: True, drain_events=lambda: results)
+    monkeypatch.setattr(event_reporter, "PostmortemProcess", lambda _run: postmortems)
+    monkeypatch.setattr(event_reporter, "EvaluationProcess", SimpleNamespace(start=lambda *_: evaluations))
+    run, cfg = make_run(mlflow="false", picture="false", postmortem="true")
+    with EventReporter(cfg, run, world=FIRST_RANK, meter=cast(Any, None)) as reporter:
+        reporter.end(RunEnded(time=time.time(), iteration=9, step=9, exit_code=EXIT_DONE, reason="all steps done"))
+    assert calls == ["task_evaluated", "finish", "run_ended"]
 
 
 def test_a_picture_that_cannot_be_drawn_is_one_warning(
