@@ -23,6 +23,7 @@ from typing import final
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError
 from harness.config.telemetry import TelemetryConfig
 from harness.core.events import RunEnded
+from harness.core.locking import run_lease
 from harness.core.locking.file_lock import exclusive
 from harness.core.rundir import RunDir
 from harness.telemetry.event_log import Chunk, log_size, read_chunk
@@ -225,9 +226,9 @@ class SinkFeeder:
         return read_chunk(self._run.events, offset, end) if offset < end else None
 
     def _has_ended(self) -> bool:
-        """Whether the log says how the run, or this start of it, has ended."""
+        """Whether the log says how the run, or this start of it, has ended; True also if a process still trains it."""
         if self._trainer is None:
-            return isinstance(last_event(self._run), RunEnded)
+            return isinstance(last_event(self._run), RunEnded) or run_lease.is_in_use(self._run.path)
         return self._trainer.has_ended(self._run)
 
     def _has_sent_end(self, sink: Sink) -> bool:

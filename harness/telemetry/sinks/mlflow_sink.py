@@ -103,7 +103,7 @@ class MlflowSink:
         self.state.save(self._run)
 
     def end(self, *, has_ended: bool) -> None:
-        """Set the run to FAILED if the trainer is gone and the log has neither its end nor its restart."""
+        """Set the run to FAILED if no process trains it and the log has neither its end nor its restart."""
         if not has_ended:
             self._send_incidents()
             self._client.set_terminated(self.state.run_id, "FAILED")

@@ -75,7 +75,10 @@ class Sink(Protocol):
         """Store the progress; called after each accepted batch."""
 
     def end(self, *, has_ended: bool) -> None:
-        """The trainer is gone or done, and everything was sent. `has_ended`: the log has its end or its restart."""
+        """The trainer is gone or done, and everything was sent. `has_ended`: the log has its end or its restart.
+
+        It is also called by hand, without a trainer; then `has_ended` is True, too, for a run that still trains.
+        """
 
 
 State = TypeVar("State", bound=SinkState)

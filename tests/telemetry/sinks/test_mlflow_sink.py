@@ -173,6 +173,24 @@ def test_a_resumed_run_keeps_its_id(
     assert [row[0] for row in history(client, third, "loss")] == [0, 1]
 
 
+def test_a_run_that_trains_does_not_fail_when_its_rest_is_sent_by_hand(
+    make_run: MakeRun, make_step: MakeStep, started: RunStarted
+) -> None:
+    run, cfg = make_run()
+    append(run, started, make_step(0))
+    script = "import sys; from pathlib import Path; from harness.core.locking import run_lease; "
+    script += "run_lease.hold(Path(sys.argv[1]), 60.0); print('held', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", script, str(run.path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == "held\n"
+        assert send_until_end(run, None) == 0
+        assert read_stored(cfg, run)[1].info.status == "RUNNING"
+        trainer.kill()
+    assert send_until_end(run, None) == 0
+    assert read_stored(cfg, run)[1].info.status == "FAILED"
+
+
 def test_a_run_that_restarts_inside_its_job_goes_on(
     make_run: MakeRun, make_step: MakeStep, started: RunStarted
 ) -> None:
