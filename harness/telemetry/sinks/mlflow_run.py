@@ -27,6 +27,8 @@ PARAMS_PER_CALL = 100
 LONGEST_PARAM = 500
 KEY_TAG = "harness.key"
 PARENT_TAG = "mlflow.parentRunId"
+CHANGED = "changed."
+"""Prefix of the tags of config values that differ from the params, which MLflow cannot overwrite."""
 
 
 def open_client(uri: str) -> Any:
@@ -97,15 +99,19 @@ def log_params(client: Any, run: RunDir, run_id: str | None, settings: dict[str,
     from mlflow.entities import Param, RunTag
 
     wanted = {key: without_credentials(str(value))[:LONGEST_PARAM] for key, value in flat(settings).items()}
-    known = client.get_run(run_id).data.params
+    stored = client.get_run(run_id).data
+    known = stored.params
     params = [Param(key, value) for key, value in wanted.items() if key not in known]
-    tags = [RunTag(f"changed.{key}", value) for key, value in wanted.items() if known.get(key, value) != value]
+    tags = [RunTag(f"{CHANGED}{key}", value) for key, value in wanted.items() if known.get(key, value) != value]
     if commit := read_commit(run):
         tags += [RunTag("commit", commit), RunTag("mlflow.source.git.commit", commit)]
     for first in range(0, len(params), PARAMS_PER_CALL):
         client.log_batch(run_id, params=params[first : first + PARAMS_PER_CALL])
     for first in range(0, len(tags), PARAMS_PER_CALL):
         client.log_batch(run_id, tags=tags[first : first + PARAMS_PER_CALL])
+    for key, value in wanted.items():
+        if known.get(key) == value and f"{CHANGED}{key}" in stored.tags:
+            client.delete_tag(run_id, f"{CHANGED}{key}")
 
 
 def read_commit(run: RunDir) -> str:

@@ -173,6 +173,18 @@ def test_a_resumed_run_keeps_its_id(
     assert [row[0] for row in history(client, third, "loss")] == [0, 1]
 
 
+def test_a_changed_value_that_is_changed_back_has_no_tag(make_run: MakeRun, ended: RunEnded) -> None:
+    run, cfg = make_run()
+    append(run, ended)
+    for lr, tag in [(0.003, None), (0.001, "0.001"), (0.003, None)]:
+        settings = yaml.safe_load(run.config.read_text())
+        settings["optim"]["lr"] = lr
+        run.config.write_text(yaml.safe_dump(settings))
+        assert send_until_end(run, None) == 0
+        _, seen = read_stored(cfg, run)
+        assert (seen.data.params["optim.lr"], seen.data.tags.get("changed.optim.lr")) == ("0.003", tag)
+
+
 def test_a_run_that_trains_does_not_fail_when_its_rest_is_sent_by_hand(
     make_run: MakeRun, make_step: MakeStep, started: RunStarted
 ) -> None:
