@@ -129,12 +129,19 @@ def milliseconds(time_s: float) -> int:
 
 
 def nest_under_sweep(client: Any, run: RunDir, progress: MlflowProgress, experiment_name: str) -> None:
-    """Nest the run of a sweep's job under the run of the sweep, and set that to RUNNING. Other runs are unchanged."""
+    """Nest the run of a sweep's job under the run of the sweep. Other runs are unchanged."""
     sweep = parent_run.sweep_of(run)
     if sweep is not None:
         parent_id = find_sweep_run(client, sweep, progress.tracking_uri, experiment_name)
         client.set_tag(progress.run_id, PARENT_TAG, parent_id)
-        client.update_run(parent_id, status="RUNNING")
+
+
+def set_running(client: Any, run: RunDir, progress: MlflowProgress) -> None:
+    """Set a run, and the sweep it is a job of, to RUNNING."""
+    client.update_run(progress.run_id, status="RUNNING")
+    sweep = parent_run.sweep_of(run)
+    if sweep is not None:
+        client.update_run(load_progress(sweep, progress.tracking_uri).run_id, status="RUNNING")
 
 
 def find_sweep_run(client: Any, sweep: RunDir, tracking_uri: str, experiment_name: str) -> str:

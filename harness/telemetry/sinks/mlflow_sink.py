@@ -30,6 +30,7 @@ from harness.telemetry.sinks.mlflow_run import (
     milliseconds,
     nest_under_sweep,
     open_client,
+    set_running,
 )
 from harness.telemetry.sinks.sink import configuration
 from harness.telemetry.sinks.sink_log import EXIT_NOT_SENT, first_line, log
@@ -80,7 +81,7 @@ class MlflowSink:
         for event in chunk.events:
             match event:
                 case RunStarted():
-                    self._client.update_run(self.state.run_id, status="RUNNING")
+                    set_running(self._client, self._run, self.state)
                 case RunEnded():
                     self._end_run(event)
                 case Incident():

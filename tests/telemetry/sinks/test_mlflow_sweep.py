@@ -20,6 +20,7 @@ from harness.telemetry.event_log import EventLog
 from harness.telemetry.sinks.__main__ import main
 from harness.telemetry.sinks.feeder import send_until_end
 from harness.telemetry.sinks.mlflow_run import PARENT_TAG
+from harness.telemetry.sinks.trainer_watch import Trainer
 from launch.sweeps import multirun
 from tests import composed
 
@@ -77,6 +78,21 @@ def append_events(run: RunDir, *events: StepRecord | RunStarted | RunEnded) -> N
     for event in events:
         log.write(event)
     log.close()
+
+
+def test_a_finished_job_that_is_sent_again_does_not_set_its_sweep_to_running(
+    sweep: tuple[Path, dict[str, RunDir]], make_step: MakeStep, started: RunStarted, ended: RunEnded
+) -> None:
+    directory, runs = sweep
+    name, run = next(iter(runs.items()))
+    write(directory, [Job(name=name, overrides={"optim.lr": "1"})])
+    append_events(run, started, ended)
+    for _ in range(2):
+        assert send_until_end(run, None) == 0
+        assert stored_runs(directory)["many"].info.status == "FINISHED"
+    append_events(run, started, make_step(1))
+    assert send_until_end(run, Trainer(-1, run.events.stat().st_size)) == 0
+    assert stored_runs(directory)["many"].info.status == "RUNNING"
 
 
 @pytest.mark.full
