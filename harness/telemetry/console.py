@@ -260,7 +260,8 @@ class Console:
         eta_s = self._eta_s(record)
         self._last = record
         every_s = PLAIN_EVERY_S if self._progress is None else REFRESH_EVERY_S
-        if self._shown is None or record.time - self._shown.time >= every_s or record.step >= self._num_steps:
+        is_due = self._shown is None or abs(record.time - self._shown.time) >= every_s  # also if the clock is set back
+        if is_due or record.step >= self._num_steps:
             self._draw(record, eta_s)
 
     def _eta_s(self, record: StepRecord) -> float | None:

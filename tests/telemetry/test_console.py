@@ -87,6 +87,15 @@ def test_plain_lines(make_step: MakeStep, started: RunStarted) -> None:
     ]
 
 
+def test_steps_are_shown_after_the_clock_was_set_back(make_step: MakeStep) -> None:
+    stream = io.StringIO()
+    console = Console(100, stream)
+    for iteration in range(21):
+        record = make_step(iteration)
+        console.show(record if iteration < 8 else replace(record, time=record.time - 3600))
+    assert [line.split()[1] for line in stream.getvalue().splitlines()] == [f"{step}/100" for step in (1, 6, 9, 14, 19)]
+
+
 def test_an_action_of_an_operator_is_one_line() -> None:
     action = Action(
         time=0.0,
