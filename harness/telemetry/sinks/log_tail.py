@@ -7,7 +7,7 @@ reads the log from its own position until it reaches a boundary of the shared ch
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import final
@@ -47,7 +47,7 @@ class LogTail:
             return chunk
 
     def samples_after(self, sampled: Mapping[str, float]) -> list[SystemSampled]:
-        """System samples newer than those that a sink has (rank -> time), machine by machine in order of time."""
+        """System samples after the ones that a sink has got (rank -> time of the last), machine by machine."""
         found: list[SystemSampled] = []
         for path in sorted(self._run.system.glob("rank-*.jsonl"))[:MOST_MACHINES]:
             since = sampled.get(str(int(path.stem.removeprefix("rank-"))), float("-inf"))
@@ -59,10 +59,25 @@ class LogTail:
         status = path.stat()
         identity = (status.st_ino, status.st_mtime_ns, status.st_size)
         known = self._newest.get(path)
-        if known is not None and known[0] == identity and known[1] <= since:
+        if known is not None and known == (identity, since):
             return []
         samples = [event for event in tail(path, TAIL_BYTES) if isinstance(event, SystemSampled)]
-        if samples and samples[0].time > since and status.st_size > TAIL_BYTES:
+        if status.st_size > TAIL_BYTES and all(sample.time != since for sample in samples):
             samples = system_sampler.read(path)
         self._newest[path] = (identity, samples[-1].time if samples else since)
-        return [sample for sample in samples if sample.time > since]
+        return samples[num_until(samples, since) :]
+
+
+def num_until(samples: Sequence[SystemSampled], since: float) -> int:
+    """How many samples of a file a sink has got whose last one is of time `since`.
+
+    Times fall where the clock was set back, so the place in the file decides. The sample itself is gone if the file was
+    thinned out or has lost its end. Then the later times are new, and if there are none, what follows the last fall.
+    """
+    times = [sample.time for sample in samples]
+    for place in reversed(range(len(times))):
+        if times[place] == since:
+            return place + 1
+    later = next((place for place, time in enumerate(times) if time > since), len(times))
+    falls = [place for place in range(1, len(times)) if times[place] < times[place - 1]]
+    return falls[-1] if later == len(times) and falls else later

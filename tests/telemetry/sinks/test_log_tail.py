@@ -89,6 +89,33 @@ def test_every_system_sample_is_read_once(run: RunDir) -> None:
     ]
 
 
+@pytest.mark.parametrize("num_before", [5, 200])
+def test_samples_are_read_after_the_clock_was_set_back(run: RunDir, num_before: int) -> None:
+    path = system_sampler.system_file(run, 0)
+    append(path, *(sample(4000.0 + time) for time in range(num_before)))
+    tail = LogTail(run)
+    (*_, last) = tail.samples_after({})
+    append(path, *(sample(400.0 + time) for time in range(3)))
+    for reader in (tail, LogTail(run)):
+        assert [each.time for each in reader.samples_after({"0": last.time})] == [400.0, 401.0, 402.0]
+        assert reader.samples_after({"0": 402.0}) == []
+    append(path, sample(403.0))
+    assert [each.time for each in tail.samples_after({"0": 402.0})] == [403.0]
+    path.write_text(
+        "".join(line for line in path.read_text().splitlines(keepends=True) if f":{last.time}," not in line)
+    )
+    assert [each.time for each in tail.samples_after({"0": last.time})] == [400.0, 401.0, 402.0, 403.0]
+
+
+def test_a_file_that_has_lost_its_end_is_not_read_again(run: RunDir) -> None:
+    path = system_sampler.system_file(run, 0)
+    append(path, *(sample(float(time)) for time in range(3)))
+    tail = LogTail(run)
+    assert tail.samples_after({"0": 7.0}) == []
+    append(path, sample(9.0))
+    assert [each.time for each in tail.samples_after({"0": 7.0})] == [9.0]
+
+
 def test_samples_of_a_limited_number_of_machines_are_sent(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_tail, "MOST_MACHINES", 2)
     for rank in (16, 0, 8):
