@@ -143,7 +143,8 @@ def _open(path: Path, tensors: Mapping[str, Tensor], *, world: World, retry: IoR
     """Verify a checkpoint and return its tensor index and run state on every rank.
 
     Every rank hashes its share of the files; rank 0 reads everything else. Raises on all ranks alike: `Damaged`
-    (nothing is unpickled then), `StorageError`, `OtherVersion`, or `ConfigError` if the model has other tensors.
+    (nothing is unpickled then), `StorageError`, `OtherVersion`, or `ConfigError` if the model has other tensors
+    or the checkpoint has no run state.
     """
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     manifest = retry.call(lambda: run_on_rank_zero(lambda: integrity.read_manifest(path)))
@@ -154,6 +155,9 @@ def _open(path: Path, tensors: Mapping[str, Tensor], *, world: World, retry: IoR
             verified.append(integrity.verify(path, part=world.rank, parts=world.size, manifest=manifest))
 
     retry.call(lambda: gather_results(check))
+    if STATE_FILE not in manifest.files:
+        message = f"{path} has parameters only, as `harness checkpoint average` writes them; to train them further, "
+        raise ConfigError("run.name", f"{message}export it, import the export as a new run and train that")
     state = retry.call(lambda: run_on_rank_zero(lambda: read_state(path)))
     return _Opened(retry.call(lambda: run_on_rank_zero(lambda: read_index(path, shapes))), state)
 

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -338,6 +339,17 @@ def test_other_model_is_rejected_by_name(tmp_path: Path, world: World) -> None:
             store.read_index(path, {"device.step": torch.Size(()), name: torch.Size(shape)})
         assert problem in str(caught.value)
         assert str(caught.value).endswith(f"needs {list(shape)}")
+
+
+def test_a_checkpoint_without_run_state_is_rejected(tmp_path: Path, world: World) -> None:
+    """As `harness checkpoint average` writes it."""
+    written = save(tmp_path, world, 3)
+    manifest = integrity.read_manifest(written)
+    (written / store.STATE_FILE).unlink()
+    kept = {name: entry for name, entry in manifest.files.items() if name != store.STATE_FILE}
+    integrity.write_checkpoint_manifest(written, replace(manifest, files=kept))
+    with pytest.raises(ConfigError, match=f"run.name: {written} has parameters only, .* export it, import the export"):
+        newest(tmp_path, world, retry=IoRetry(60.0))
 
 
 def test_a_model_that_would_drop_weights_is_rejected(tmp_path: Path, world: World) -> None:
