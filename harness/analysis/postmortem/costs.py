@@ -46,7 +46,7 @@ def cost_of(
     batches = [*undone, *refused, *raised]
     seconds = len(batches) * (median(times) if times else 0.0)
     seconds += sum(outcome.seconds for outcome in outcomes if 0 < outcome.seconds < math.inf)
-    gpu_hours = seconds * run.world_size / 3600
+    gpu_hours = seconds * run.num_gpus / 3600
     price = run.settings.get("cluster.price_per_gpu_hour")
     return Cost(
         undone_steps=len(undone),

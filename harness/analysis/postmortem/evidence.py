@@ -63,6 +63,12 @@ class RunFacts:
         return str(self.settings.get("precision.kind", "not known"))
 
     @property
+    def num_gpus(self) -> float:
+        """GPUs that the ranks hold: several ranks may share one (`launch.ranks_per_gpu`)."""
+        share = self.settings.get("launch.ranks_per_gpu")
+        return self.world_size / share if isinstance(share, int) and share > 0 else self.world_size
+
+    @property
     def num_shares(self) -> int:
         """Into how many shares each batch was divided: the ranks of a context group have the same rows."""
         context = self.settings.get("parallel.context")

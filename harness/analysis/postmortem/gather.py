@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -167,15 +167,14 @@ def gather_evidence(run: RunDir, incident: Incident) -> Evidence:
     first, last = incident.onset - BEFORE, incident.last + AFTER
     faults = [event for event in read_non_step_events(run.faults) if isinstance(event, FaultInjected)]
     is_remark = incident.verdict == REMARK
-    facts = read_run_facts(run, log)
-    summary = summarize_incident(run, incident, log, facts)
+    summary = summarize_incident(run, incident, log, read_run_facts(run, log))
     records = [record for record in summary.records if record.iteration <= last]
     findings = summary.findings
     replayed = read_replay(run.incidents / folder_of(incident)) or {}
     add_measurements(records, replayed)
     evidence = Evidence(
         folder=folder_of(incident),
-        run=facts,
+        run=summary.run,
         incident=incident,
         findings=findings,
         actions=[] if is_remark else [e for e in log if isinstance(e, Action) and e.incident == incident.number],
@@ -209,6 +208,8 @@ class IncidentSummary:
     """The numbers and the cost of an incident, and the events that they come from."""
 
     incident: Incident
+    run: RunFacts
+    """With the ranks of the start in which the incident began."""
     numbers: IncidentNumbers
     cost: Cost
     records: list[StepRecord]
@@ -219,6 +220,7 @@ class IncidentSummary:
 def summarize_incident(run: RunDir, incident: Incident, log: Sequence[Event], facts: RunFacts) -> IncidentSummary:
     """Numbers and cost of one incident; the only source of them for all reports. `log`: all events except steps."""
     is_remark = incident.verdict == REMARK
+    facts = replace(facts, world_size=ranks_at(incident, log, default=facts.world_size))
     outcomes = [] if is_remark else [e for e in log if isinstance(e, Outcome) and e.incident == incident.number]
     findings = [event for event in log if isinstance(event, Finding) and _belongs_to(event, incident)]
     records = read_steps(run.events, incident.onset - BEFORE, incident.last + AFTER_RECORDS)
@@ -226,8 +228,18 @@ def summarize_incident(run: RunDir, incident: Incident, log: Sequence[Event], fa
     schedule = read_token_schedule(run, {name: facts.settings.get(f"train.{name}") for name in SCHEDULE_KEYS})
     cost = cost_of(incident, numbers, records, outcomes, facts, schedule)
     return IncidentSummary(
-        incident=incident, numbers=numbers, cost=cost, records=records, findings=findings, outcomes=outcomes
+        incident=incident, run=facts, numbers=numbers, cost=cost, records=records, findings=findings, outcomes=outcomes
     )
+
+
+def ranks_at(incident: Incident, log: Iterable[Event], *, default: int) -> int:
+    """Ranks of the start in which an incident began: those of a later start may be others."""
+    actions = [event for event in log if isinstance(event, Action) and event.incident == incident.number]
+    began = (
+        incident.time if incident.verdict == REMARK else min((action.time for action in actions), default=incident.time)
+    )
+    starts = [event.world_size for event in log if isinstance(event, RunStarted) and event.time <= began]
+    return starts[-1] if starts else default
 
 
 def state_of_incident(verdict: str, *, has_halted: bool, has_ended: bool) -> str:

@@ -19,7 +19,7 @@ from harness.analysis.postmortem.report import markdown_report
 from harness.config import compose
 from harness.config.errors import ConfigError
 from harness.core.event_json import to_json
-from harness.core.events import ActionKind, Event, FindingKind, Incident, StepRecord
+from harness.core.events import ActionKind, Event, FindingKind, Incident, RunStarted, StepRecord
 from harness.core.rundir import RunDir
 from harness.telemetry.event_log import read_non_step_events, read_steps
 from tests.analysis.postmortem import stories
@@ -69,6 +69,14 @@ def test_cost_in_steps_seconds_tokens_and_money(tmp_path: Path) -> None:
     assert cost.tokens == 12 * 256
     assert cost.gpu_hours == pytest.approx(10 / 3600)
     assert cost.money == pytest.approx(10.0)
+
+
+def test_cost_is_that_of_the_gpus_of_the_start_in_which_the_incident_began(tmp_path: Path) -> None:
+    later = RunStarted(time=1.9e9, iteration=ONSET, world_size=8, num_steps=400, step=ONSET)
+    settings = f"{stories.SETTINGS}launch: {{ranks_per_gpu: 2}}\n"
+    evidence = evidence_of(write(tmp_path / "run", [*stories.lost_moments(), later], settings))
+    assert evidence.run.world_size == 2
+    assert evidence.cost.gpu_hours == pytest.approx(5 / 3600)
 
 
 def grows(until: int) -> str:
