@@ -59,6 +59,8 @@ def unmeasured(cfg: Config, *, world_size: int, is_mfu_given: bool = False) -> l
     An MFU that was measured elsewhere stands for the kernels of one device, so that only communication is left.
     """
     reasons = ["several ranks"] if world_size > 1 else []
+    if cfg.launch.ranks_per_gpu > 1:
+        reasons.append("ranks that share a GPU")
     if is_mfu_given:
         return reasons
     cluster = cfg.cluster

@@ -9,6 +9,7 @@ and head. Gathers and reduce-scatters share the links; the all-reduce between re
 has its own links if shards stay on one machine. Muon exchanges one batch of matrices while it orthogonalizes another.
 Attention waits for the keys and values of the other ranks of a context group. Activations are copied to the host while
 the next block computes, and back while the block after it is differentiated.
+Ranks that share a GPU compute one after the other.
 If the batch does not divide evenly, all ranks take as long as the largest share: the others compute padding.
 Left out: slow or failing machines, evaluation, saves.
 """
@@ -59,11 +60,11 @@ def step_time(cfg: Config, *, world_size: int, mfu: float | None = None) -> Step
     assert cfg.cluster.peak_tflops is not None
     tokens = cfg.train.batch_size * cfg.train.sequence_length
     flops = tokens * flops_per_token(cfg.model, cfg.train.sequence_length)
-    peak = world_size * cfg.cluster.peak_tflops * 1e12
+    ranks_per_gpu = min(cfg.launch.ranks_per_gpu, world_size)
+    peak = world_size / ranks_per_gpu * cfg.cluster.peak_tflops * 1e12
     shares = sharing(cfg, world_size)
     computed_flops = flops * shares.world_size * shares.num_slots / cfg.train.batch_size
-    if mfu is not None:
-        kernels = kernels.scaled(computed_flops / (peak * mfu))
+    kernels = kernels.scaled(ranks_per_gpu * kernels.total_s if mfu is None else computed_flops / (peak * mfu))
     calls = collectives(cfg, world_size=world_size)
     costs = [(call, seconds(call, cfg.cluster)) for call in calls]
     known = [(call, cost) for call, cost in costs if cost is not None]

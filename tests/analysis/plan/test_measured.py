@@ -128,6 +128,8 @@ def test_given_mfu_leaves_communication_estimated() -> None:
     slow = config("precision=fp32", "cluster=h100")
     assert unmeasured(slow, world_size=1, is_mfu_given=True) == []
     assert unmeasured(slow, world_size=4, is_mfu_given=True) == ["several ranks"]
+    shared = config("launch.ranks_per_gpu=2")
+    assert unmeasured(shared, world_size=4, is_mfu_given=True) == ["several ranks", "ranks that share a GPU"]
     assert "  basis             --mfu\n" in render(plan(slow, world_size=1, mfu=0.03))
 
 

@@ -153,9 +153,10 @@ def test_price_of_a_run() -> None:
 
 def test_spare_machines_are_paid_and_ranks_that_share_a_gpu_pay_for_one() -> None:
     def price(*overrides: str, world_size: int) -> float:
-        read = plan(config("cluster.price_per_gpu_hour=3.6", *overrides), world_size=world_size).price
-        assert read is not None
-        return read.run
+        read = plan(config("cluster.price_per_gpu_hour=3.6", *overrides), world_size=world_size)
+        assert read.price is not None
+        assert read.pace is not None
+        return read.price.run / read.pace.step_time_s
 
     nodes = ("launch.nodes=2", "launch.nproc=8")
     assert price(*nodes, "launch.spares=1", world_size=16) == pytest.approx(1.5 * price(*nodes, world_size=16))
@@ -176,6 +177,15 @@ def test_spare_machines_are_paid_and_ranks_that_share_a_gpu_pay_for_one() -> Non
 )
 def test_number_of_ranks_of_a_configuration(overrides: list[str], ranks: int) -> None:
     assert planned_ranks(load(overrides)) == ranks
+
+
+@pytest.mark.parametrize("mfu", [None, 0.4])
+def test_ranks_that_share_a_gpu_share_its_rate(mfu: float | None) -> None:
+    alone, shared = (step_time(config(f"launch.ranks_per_gpu={ranks}"), world_size=8, mfu=mfu) for ranks in (1, 4))
+    assert alone is not None
+    assert shared is not None
+    assert shared.work_s == pytest.approx(4 * alone.work_s)
+    assert shared.device_mfu == pytest.approx(alone.device_mfu)
 
 
 def test_copies_of_activations_take_the_time_that_no_block_hides() -> None:
