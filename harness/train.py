@@ -370,7 +370,12 @@ def train_opened_run(
             uploading(directory, cfg.checkpoint.remote, is_first=world.is_first),
             enter_on_all_ranks(EventReporter(cfg, directory, world=world, meter=build_meter(cfg, world))) as reporter,
             StepProfiler(
-                directory, cfg.profile, rank=world.rank, world_size=world.size, device=world.device
+                directory,
+                cfg.profile,
+                rank=world.rank,
+                world_size=world.size,
+                device=world.device,
+                last_step=cfg.train.num_steps,
             ) as profiler,
         ):
             run = Run(

@@ -39,7 +39,11 @@ WRITE_WAIT_S = 60.0
 class StepProfiler:
     """The profiles of one rank. `request` and `advance` are called on all ranks alike."""
 
-    def __init__(self, run: RunDir, cfg: ProfileConfig, *, rank: int, world_size: int, device: torch.device) -> None:
+    def __init__(
+        self, run: RunDir, cfg: ProfileConfig, *, rank: int, world_size: int, device: torch.device, last_step: int
+    ) -> None:
+        """`last_step`: the step after which the run is done."""
+        self._last_step = last_step
         self._run, self._rank, self._world_size, self._device = run, rank, world_size, device
         self._planned = cfg
         self._ranks: Sequence[int] = ()
@@ -71,6 +75,8 @@ class StepProfiler:
         require_ranks("profile", ranks, self._world_size)
         if self._next_change != NEVER:
             raise ConfigError("profile", "another profile is planned or not finished")
+        if state.step >= self._last_step:
+            raise ConfigError("profile", f"the run ends with step {self._last_step}, which has begun")
         self._request(state.iteration, num_steps, ranks)
         return self._folder()
 

@@ -70,7 +70,9 @@ def open_run(cfg: Config, parts: Parts, directory: Path, state: RunState) -> Ite
         Heartbeat(run, rank=0, world_size=1, num_steps=cfg.train.num_steps) as heartbeat,
         EventReporter(cfg, run, world=parts.world, meter=build_meter(cfg, parts.world)) as reporter,
         GcSchedule() as gc_schedule,
-        StepProfiler(run, cfg.profile, rank=0, world_size=1, device=parts.world.device) as profiler,
+        StepProfiler(
+            run, cfg.profile, rank=0, world_size=1, device=parts.world.device, last_step=cfg.train.num_steps
+        ) as profiler,
     ):
         yield Run(
             cfg=cfg,

@@ -19,7 +19,7 @@ from tests.composed import load
 
 
 def profiler_of(run: RunDir, cfg: ProfileConfig, rank: int) -> StepProfiler:
-    return StepProfiler(run, cfg, rank=rank, world_size=4, device=torch.device("cpu"))
+    return StepProfiler(run, cfg, rank=rank, world_size=4, device=torch.device("cpu"), last_step=50)
 
 
 def iterate(profiler: StepProfiler, state: RunState, num_iterations: int) -> None:
@@ -68,6 +68,16 @@ def test_a_profile_that_the_run_does_not_finish_is_written(tmp_path: Path) -> No
         folder = profiler.request(state, num_steps=50, ranks=(1,))
         iterate(profiler, state, 1)
     assert profiled_iterations(folder, 1) == {"iteration 0"}
+
+
+def test_a_profile_is_refused_once_the_last_step_has_begun(tmp_path: Path) -> None:
+    state = RunState(step=49, iteration=60)
+    with profiler_of(RunDir(tmp_path), ProfileConfig(), 1) as profiler:
+        iterate(profiler, state, 1)
+        with pytest.raises(ConfigError, match="the run ends with step 50, which has begun"):
+            profiler.request(state, num_steps=3, ranks=())
+        state.step -= 1  # that update was rejected
+        assert profiler.request(state, num_steps=3, ranks=()).name == "iteration-00000062"
 
 
 def test_all_ranks_give_the_same_answer_and_only_chosen_ones_write(tmp_path: Path) -> None:
