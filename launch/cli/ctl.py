@@ -153,7 +153,11 @@ def describe_intervention(event: Intervention) -> str:
 
 
 def local_time(time_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
+    """A time as text. It may come from a file that anybody wrote."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
+    except (ValueError, OverflowError, OSError):
+        return f"time {time_s:g}"
 
 
 def describe_changes(event: Intervention) -> str:

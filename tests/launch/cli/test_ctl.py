@@ -359,6 +359,15 @@ def test_list_shows_pending_commands_and_interventions(run: RunDir, capsys: pyte
     assert len(lines) == 14
 
 
+@pytest.mark.parametrize("when", ["1e30", "Infinity", "NaN", "-1e17"])
+def test_list_shows_a_stop_request_at_an_impossible_time(
+    run: RunDir, when: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.stop.write_text(f'{{"who": "eve", "time": {when}, "reason": "new nodes"}}')
+    assert ctl.main([str(run.path), "list"]) == 0
+    assert "eve: stop (new nodes)" in capsys.readouterr().out
+
+
 def test_list_shows_interventions_without_a_command() -> None:
     event = Intervention(time=0.0, iteration=7, who="ada", reason="run.resume=changed", changes={"optim.lr": [1, 2]})
     assert ctl.render([], [event]).endswith("  iteration 7  ada: optim.lr: [1, 2] (run.resume=changed)")
