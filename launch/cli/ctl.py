@@ -28,10 +28,12 @@ from harness.control.commands import Command, Profile, Rollback, in_words, one_l
 from harness.control.order_checks import check_order
 from harness.control.order_effect import describe_effect
 from harness.core.events import Event, Intervention, RunEnded, RunStarted, StepRecord
-from harness.core.locking import run_lease
+from harness.core.locking import directory_lease, run_lease
+from harness.core.locking.lease_holder import this_process
 from harness.core.rundir import RunDir, user_name
 from harness.telemetry import heartbeat
 from harness.telemetry.event_log import log_size, read_chunk, tail
+from harness.telemetry.heartbeat import Phase
 from launch.cli.ctl_arguments import (
     COMMANDS,
     DESCRIPTIONS,
@@ -75,7 +77,7 @@ def send_command(run: RunDir, name: str, args: Namespace) -> int:
     """Send any command but stop."""
     reason = parse_reason(args)
     log_bytes = log_size(run.events)
-    check_running(run)
+    check_running(run, fate="its next start runs this command")
     order = build_order(run, name, args)
     if isinstance(order, Rollback):
         hold_targets(run)
@@ -117,7 +119,7 @@ def send_stop(run: RunDir, args: Namespace) -> int:
     """`harness ctl RUN stop`."""
     reason = parse_reason(args)
     log_bytes = log_size(run.events)
-    check_running(run)
+    check_running(run, fate="the next `harness train` drops this request")
     try:
         stop_requests.ask(run, who=user_name(), reason=reason)
     except OSError as error:
@@ -130,7 +132,7 @@ def list_orders(run: RunDir) -> int:
     """`harness ctl RUN list`."""
     check_run_dir(run)
     waiting = [(command.time, command.who, in_words(command.order), command.reason) for command in inbox.waiting(run)]
-    if (request := stop_requests.read(run)) is not None:
+    if (request := stop_requests.read(run)) is not None and last_end(run) is None:
         waiting.append((request.time, request.who, "stop", request.reason))
     print(render(waiting, inbox.interventions(run)))
     return EXIT_DONE
@@ -174,20 +176,41 @@ def check_run_dir(run: RunDir) -> None:
     require(run.config.is_file(), str(run.path), f"is not a run directory: it has no {run.config.name}")
 
 
-def check_running(run: RunDir) -> None:
-    """Also reject a run that has ended; warn if it crashed or its process is gone."""
+def check_running(run: RunDir, *, fate: str) -> None:
+    """Also reject a run that has ended; warn if it crashed or its process is gone. `fate`: what becomes of the request
+    then."""
     check_run_dir(run)
     if gone := run_lease.dead_holder(run.path):
-        print(f"harness: {run.path} is not running ({gone}); its next start runs this command", file=sys.stderr)
+        print(f"harness: {run.path} is not running ({gone}); {fate}", file=sys.stderr)
+    ended = last_end(run)
+    if ended is None:
+        return
+    is_crash = ended.exit_code == EXIT_CRASHED
+    require(is_crash, str(run.path), f"has ended at step {ended.step}: {ended.reason}")
+    print(f"harness: {run.path} crashed at step {ended.step}: {ended.reason}; {fate}", file=sys.stderr)
+
+
+def last_end(run: RunDir) -> RunEnded | None:
+    """How the run has ended; None if it trains or starts, or if nothing has logged its end."""
     for event in reversed(tail(run.events)):
-        if isinstance(event, RunEnded) and event.exit_code == EXIT_CRASHED:
-            message = f"crashed at step {event.step}: {event.reason}; its next start runs this command"
-            print(f"harness: {run.path} {message}", file=sys.stderr)
-            return
         if isinstance(event, RunEnded):
-            raise ConfigError(str(run.path), f"has ended at step {event.step}: {event.reason}")
+            return None if is_starting(run) else event
         if isinstance(event, RunStarted | StepRecord):
-            return
+            return None
+    return None
+
+
+def is_starting(run: RunDir) -> bool:
+    """Whether a start of a run that has ended holds its lease, before it logs anything. The process that has ended
+    holds the lease too, until it has sent everything; its heartbeat tells them apart."""
+    seen = None
+    with suppress(OSError):
+        seen = directory_lease.read_newest(run.path / run_lease.FOLDER)
+    if seen is None or seen.holder is None or seen.released or seen.is_alive(this_process()) is False:
+        return False
+    beat = heartbeat.read(heartbeat.heartbeat_file(run, 0))
+    is_same = beat is not None and (beat.host, beat.pid) == (seen.holder.host, seen.holder.pid)
+    return not is_same or (beat is not None and beat.phase is Phase.start)
 
 
 def wait_or_interrupt(run: RunDir, request: str, wait_for: Callable[[], int]) -> int:

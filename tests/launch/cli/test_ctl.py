@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import getpass
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -40,6 +42,7 @@ from harness.core import rundir
 from harness.core.event_json import to_json
 from harness.core.events import Action, ActionKind, CheckpointSaved, Event, Intervention, RunEnded, RunStarted
 from harness.core.rundir import RunDir, append_line, user_name
+from harness.core.state import RunState
 from harness.data.order.ledger import Ledger
 from harness.telemetry.heartbeat import Heartbeat
 from launch.cli import ctl, ctl_arguments
@@ -347,7 +350,7 @@ def test_list_shows_pending_commands_and_interventions(run: RunDir, capsys: pyte
         inbox.done(sent, commands.intervention_event(sent, number, {"excluded": [10, 12]}))
     pending_command = commands.send(run, Pause(), who="bob", reason="lunch")
     stop_requests.ask(run, who="eve", reason="new nodes")
-    write_log(run, STARTED, ENDED)
+    write_log(run, STARTED)
     capsys.readouterr()
     assert ctl.main([str(run.path), "list"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -357,6 +360,9 @@ def test_list_shows_pending_commands_and_interventions(run: RunDir, capsys: pyte
     assert lines[3] == "interventions: the last 10 of 12"
     assert lines[4].endswith("  iteration 3  ada: skip the next 3 batches, excluded: [10, 12] (boilerplate)")
     assert len(lines) == 14
+    write_log(run, ENDED)
+    assert ctl.main([str(run.path), "list"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "pending: 1", "the next start does not obey the file STOP"
 
 
 @pytest.mark.parametrize("when", ["1e30", "Infinity", "NaN", "-1e17"])
@@ -523,3 +529,25 @@ def test_a_crashed_run_accepts_commands_for_its_next_start(run: RunDir, capsys: 
     line = f"harness: {run.path} crashed at step 5: rank 1 ran out of memory; its next start runs this command\n"
     assert capsys.readouterr().err == line
     assert pending_orders(run) == [Pause()]
+    assert ctl.main([str(run.path), "stop", *REASON]) == 0
+    assert capsys.readouterr().err.endswith("out of memory; the next `harness train` drops this request\n")
+
+
+def test_a_run_that_starts_again_accepts_commands(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its log ends with the end of its last start."""
+    write_log(run, STARTED, ENDED)
+    imports = "from pathlib import Path; from harness.core.locking import run_lease"
+    code = f"{imports}; run_lease.hold(Path({str(run.path)!r}), 60); print(); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as start:
+        assert start.stdout is not None
+        start.stdout.readline()
+        for name in ("pause", "stop"):
+            assert ctl.main([str(run.path), name, *REASON]) == 0
+            assert capsys.readouterr() == (f"asked {run.path} to {name}\n", "")
+        for num_beats, code in [(0, 0), (2, 2)]:  # not yet in the loop; at its end
+            with patch("os.getpid", return_value=start.pid), Heartbeat(run, rank=0, world_size=1, num_steps=9) as beat:
+                for _ in range(num_beats):
+                    beat.beat(RunState())
+            assert ctl.main([str(run.path), "pause", *REASON]) == code
+        start.kill()
+    assert "has ended at step 5" in capsys.readouterr().err
