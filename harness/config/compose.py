@@ -25,6 +25,7 @@ from harness.config.errors import ConfigError, require
 from harness.config.explain import explain, explain_key, is_text_key, keys_of
 from harness.config.plain_config import build_plain
 from harness.config.schema import Config
+from harness.config.value_shapes import require_shape
 from harness.core.credentials import require_no_credentials
 
 T = TypeVar("T")
@@ -43,6 +44,7 @@ def validate(tree: Any) -> Config:
 
     try:
         is_typed = OmegaConf.get_type(tree) is Config
+        require_shape(Config, OmegaConf.to_container(tree, resolve=is_typed), "")
         cfg = OmegaConf.to_object(tree if is_typed else OmegaConf.merge(OmegaConf.structured(Config), tree))
     except MissingMandatoryValue as error:
         raise ConfigError(error.full_key or "", "has no value") from None
@@ -178,6 +180,7 @@ def load_typed(kind: type[T], name: str, trees: Sequence[Mapping[str, Any]], ove
         for override in overrides:
             at = override.partition("=")[0]
             tree = OmegaConf.merge(tree, OmegaConf.create(_as_tree(override, name)))
+        require_shape(kind, OmegaConf.to_container(tree, resolve=True), name)
         merged = OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
         key = f"{name}.{error.full_key}" if error.full_key else at

@@ -15,10 +15,13 @@ from harness.config.conf_files import BASE, explain_yaml, find_bad_defaults, opt
 from harness.config.errors import ConfigError
 from harness.config.schema import Config
 from harness.config.usual_keys import USUAL_KEYS
+from harness.config.value_shapes import require_shape
 from harness.core.credentials import without_credentials
 
 NO_ENTRY = r"Key '.*' is not in struct|Invalid type assigned: dict is not a subclass"
 """OmegaConf's message for an override inside a section that does not exist in its dict."""
+
+UNREADABLE = "cannot be parsed; write key=value and quote special characters"
 
 TRANSLATIONS = (
     (r"Value '(.*)' of type '.*' could not be converted to Float", r"must be a number, got '\1'"),
@@ -31,6 +34,10 @@ TRANSLATIONS = (
     (r"Cannot assign (.*) to Dict.*", r"must map names to sections: {name: {...}}"),
     (r"field '.*' is not Optional", r"must not be null"),
     (r"Missing mandatory value: .*", r"has no value"),
+    (
+        r"Could not create instance of `Config`: .* missing \d+ required .*?: '(\w+)'.*",
+        r"section \1 must not be removed",
+    ),
     (r".* does not support deletion", r"cannot be removed"),
     (r"Ambiguous value for argument '(.*?)=(.*?)'.*", r"\1: got several values, \2; add --multirun to sweep over them"),
     (
@@ -47,20 +54,21 @@ def explain(error: Exception, overrides: Sequence[str] = ()) -> Exception:
     from omegaconf.errors import OmegaConfBaseException
 
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    if wrong := find_wrong_shape(overrides):
+        return wrong
     match cause:
         case MissingConfigException(missing_cfg_file=str(missing), options=[*options]):
             group, _, option = missing.rpartition("/")
             choices = ", ".join(name for name in options if name != BASE)
             return ConfigError(group, f"no {option!r}; choose one of {choices}")
         case OverrideParseException():
-            return ConfigError(
-                without_credentials(cause.override or ""),
-                "cannot be parsed; write key=value and quote special characters",
-            )
+            return ConfigError(without_credentials(cause.override or ""), UNREADABLE)
         case OmegaConfBaseException() if cause.full_key:
             return explain_key(whole_key(str(cause.full_key), overrides), str(cause))
         case yaml.MarkedYAMLError() if cause.problem_mark:
             return explain_yaml(cause, cause.problem_mark.name)
+        case OmegaConfBaseException():
+            return ConfigError(suspects(overrides), translate(str(cause).splitlines()[0]))
         case AttributeError() | ValueError():
             explained = explain_override(cause, overrides)
             return explained if explained is not cause else find_bad_defaults() or cause
@@ -135,6 +143,39 @@ def whole_key(key: str, overrides: Sequence[str]) -> str:
         if re.search(rf"\b{re.escape(first)}\b", value):
             return f"{section}.{key}"
     return key
+
+
+def find_wrong_shape(overrides: Sequence[str]) -> ConfigError | None:
+    """The error of the first override without a key, or with a list or a map where the schema has another shape."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    parser = OverridesParser.create()
+    for override in overrides:
+        key = override.lstrip("+~").partition("=")[0]
+        if not key:
+            return ConfigError(without_credentials(override), UNREADABLE)
+        try:
+            parsed = parser.parse_override(override)
+        except HydraException:
+            continue
+        parts = key.split(".")
+        if parsed.is_delete() or parsed.is_sweep_override() or any(part.isdecimal() for part in parts):
+            continue
+        value: Any = parsed.value()
+        for part in reversed(parts):
+            value = {part: value}
+        try:
+            require_shape(Config, value, "")
+        except ConfigError as error:
+            return error
+    return None
+
+
+def suspects(overrides: Sequence[str]) -> str:
+    """The overrides that an error without a key may be about: those that remove a key, or hold a list or a map."""
+    found = [each for each in overrides if each.startswith("~") or re.search(r"=\s*[\[{]", each)]
+    return without_credentials(" ".join(found))
 
 
 def explain_override(error: Exception, overrides: Sequence[str]) -> Exception:

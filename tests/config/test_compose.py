@@ -130,6 +130,9 @@ def test_overrides_win_over_the_settings_of_a_size() -> None:
         ("checkpoint.retry_s=-1", "checkpoint.retry_s: must be 0 or more, and finite, got -1"),
         ("foo=1", "foo: no such key; the configuration has run, train, "),
         ("+foo=1", "foo: no such key; the configuration has run, train, "),
+        ("=3", "=3: cannot be parsed; write key=value"),
+        ("+=3", "+=3: cannot be parsed; write key=value"),
+        ("~eval", "~eval: section eval must not be removed"),
         ("~model.dim", "model.dim: cannot be removed"),
         ("~model", "model: has no value"),
         ("optim.lr=abc", "optim.lr: must be a number, got 'abc'"),
@@ -200,6 +203,43 @@ def test_overrides_win_over_the_settings_of_a_size() -> None:
             "data.phases=[{from_batch: 5, weights: {main: 1}}, {from_batch: 5, weights: {main: 2}}]",
             "data.phases[1].from_batch: must be above 5, the start of the phase before, got 5",
         ),
+        (
+            "data.phases=[{from_batch: 1, weights: [1]}]",
+            "data.phases[0].weights: must map names to numbers: {name: 1}, ",
+        ),
+        (
+            "data.phases=[{from_batch: 1, weights: {main: [1]}}]",
+            "data.phases[0].weights.main: must be a number, got [1]",
+        ),
+        (
+            "data.phases=[{from_batch: 1, weights: {1: 1}}]",
+            "data.phases[0].weights: must have names that are strings, ",
+        ),
+        ("data.phases={from_batch: 1}", "data.phases: is a list; write data.phases=[{...}]"),
+        ("data.phases.weights=3", "data.phases: is a list; write data.phases=[{...}]"),
+        ("data.phases.weights.main=3", "data.phases: is a list; write data.phases=[{...}]"),
+        ("launch.slurm.options.x=3", "launch.slurm.options: is a list; write launch.slurm.options=[...]"),
+        (
+            "train.batch_size_warmup.until_batch=3",
+            "train.batch_size_warmup: is a list; write train.batch_size_warmup=[{...}]",
+        ),
+        (
+            "train.batch_size_warmup=[{until_batch: null, batch_size: 4}]",
+            "train.batch_size_warmup[0].until_batch: must not be null",
+        ),
+        (
+            "precision.phases=[{kind: [bf16]}]",
+            "precision.phases[0].kind: must be one of fp32, bf16, fp16, fp8, got ['bf",
+        ),
+        ("data.sources={null: {kind: synthetic}}", "data.sources: must have names that are strings, got None"),
+        ("data.sources=[main]", "data.sources: must map names to sections: {name: {...}}, got ['main']"),
+        ("data.sources.main.paths=[[a]]", "data.sources.main.paths[0]: must be a string, got ['a']"),
+        ("telemetry.alerts.command.run=[[a]]", "telemetry.alerts.command.run[0]: must be a string, got ['a']"),
+        ("telemetry.alerts.webhook.events=[{a: 1}]", "telemetry.alerts.webhook.events[0]: must be one of incident, "),
+        ("eval.harness=[[a]]", "eval.harness[0]: must be a string, got ['a']"),
+        ("eval.harness=[[${run.dir}]]", "eval.harness[0]: must be a string, got ['${run.dir}']"),
+        ("profile.ranks=[[0]]", "profile.ranks[0]: must be an integer, got [0]"),
+        ("profile.ranks=[null]", "profile.ranks[0]: must not be null"),
         ("data.stratify.rare_below=-1", "data.stratify.rare_below: must be 0 (off) or more, got -1"),
         ("data.stratify.max_per_batch=0", "data.stratify.max_per_batch: must be at least 1, got 0"),
         ("parallel.timeout_s=1e10", "parallel.timeout_s: must be positive, and at most 1e+08, got 1e+10"),
@@ -423,6 +463,8 @@ def test_an_edited_config_is_converted_and_checked(tmp_path: Path) -> None:
         read("train.num_steps", 8.5)
     with pytest.raises(ConfigError, match=r"^optim\.lr: must be finite, got inf$"):
         read("optim.lr", math.inf)
+    with pytest.raises(ConfigError, match=r"^data\.phases\[0\]\.weights: must map names to numbers: {name: 1}, got"):
+        read("data.phases", [{"from_batch": 1, "weights": [1]}])
 
 
 @pytest.mark.parametrize(
