@@ -13,6 +13,7 @@ Left out: the health check of nodes, the exclusion of nodes, `launch.min_nodes`,
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from typing import Any, final
@@ -30,6 +31,7 @@ CONFIG_DIRECTORY = "/etc/harness"
 CONFIG_FILE = "config.yaml"
 POD = "launch.k8s.pod"
 LONGEST_LABEL = 63
+HASH_DIGITS = 6
 RANDOM_SUFFIX = "-abcde"
 """Kubernetes appends five characters to the name of a pod."""
 
@@ -69,9 +71,14 @@ def render_manifest(cfg: LaunchConfig, *, run_name: str, config_text: str) -> st
 
 
 def object_name(run_name: str, *, num_nodes: int) -> str:
-    """The name of the objects: the name of the run as a DNS label."""
+    """The name of the objects: the name of the run as a DNS label.
+
+    A name that had to be changed gets a hash of the run's name: `big_v1` and `Big.v1` are different runs.
+    """
     name = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).strip("-")
     name = name if name[:1].isalpha() else f"run-{name}".rstrip("-")
+    if name != run_name:
+        name = f"{name}-{hashlib.sha256(run_name.encode()).hexdigest()[:HASH_DIGITS]}"
     longest = LONGEST_LABEL - len(f"-{JOB}-0-{num_nodes - 1}{RANDOM_SUFFIX}")
     message = f"must give a name of at most {longest} characters for the pods of launch=k8s, gives {name!r}"
     require(len(name) <= longest, "run.name", message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,13 @@ def test_a_trainjob_has_the_pods_of_a_jobset() -> None:
     ("run_name", "name"), [("First_Run", "first-run"), ("1b.bf16", "run-1b-bf16"), ("-a--b-", "a-b"), ("7", "run-7")]
 )
 def test_names_are_dns_labels(run_name: str, name: str) -> None:
-    assert object_name(run_name, num_nodes=4) == name
+    assert re.fullmatch(f"{name}-[0-9a-f]{{6}}", object_name(run_name, num_nodes=4))
+
+
+def test_different_runs_have_different_objects() -> None:
+    names = {object_name(run_name, num_nodes=4) for run_name in ("big_v1", "big-v1", "Big.v1")}
+    assert len(names) == 3
+    assert "big-v1" in names
 
 
 def test_a_name_that_is_too_long_for_its_pods_is_rejected() -> None:
