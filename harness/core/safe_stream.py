@@ -1,4 +1,8 @@
-"""An output stream whose reader may go away, as in `harness status RUN | head -1`."""
+"""Output streams that cannot fail: the reader of one may go away, as in `harness status RUN | head -1`, its file may be
+on a full disk, and its encoding may lack a character.
+
+Every command and every rank writes through them: a line for a person must not end a run, or a thread of one.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,15 @@ import io
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TextIO, cast, final
 
 
 @final
 class SafeStream(io.TextIOBase):
-    """A stream whose reader may go away: a failed write ends the output, not the program."""
+    """A stream whose reader may go away: a failed write ends the output, not the program. Characters that the encoding
+    of the stream lacks are written as escapes, as on standard error."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -25,10 +31,16 @@ class SafeStream(io.TextIOBase):
     def write(self, text: str) -> int:
         if not self.is_silent:
             try:
-                self._stream.write(text)
+                self._write(text)
             except OSError:
                 self._discard_output()
         return len(text)
+
+    def _write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+        except UnicodeEncodeError:
+            self._stream.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding))
 
     def flush(self) -> None:
         """Also called when this object is freed, perhaps after `stream` was closed."""
@@ -51,26 +63,40 @@ class SafeStream(io.TextIOBase):
     def _discard_output(self) -> None:
         """Redirect the stream to /dev/null; otherwise the interpreter fails to flush the rest at exit."""
         self.is_silent = True
-        devnull = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(devnull, self._stream.fileno())
-        os.close(devnull)
+        with suppress(OSError):
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, self._stream.fileno())
+            os.close(devnull)
+            self._stream.flush()
 
 
 @contextmanager
 def safe_output() -> Iterator[None]:
-    """Let the standard output of a command end early; the command itself continues, with its own exit code."""
-    stdout = sys.stdout
-    sys.stdout = cast(TextIO, SafeStream(stdout))
+    """Let standard output and standard error of a process end early; the process continues, with its own exit code.
+
+    A process that was forked inside has new streams, which are not silent because those of its parent are.
+    """
+    stdout, stderr = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = _make_safe(stdout), _make_safe(stderr)
     try:
         yield
     finally:
         sys.stdout.flush()
-        sys.stdout = stdout
+        sys.stderr.flush()
+        sys.stdout, sys.stderr = stdout, stderr
 
 
 def is_original_stdout() -> bool:
     """Whether standard output is that of the process, safe or not, and not replaced by a test or a caller."""
-    stdout = sys.stdout
-    while isinstance(stdout, SafeStream):
-        stdout = stdout.wrapped
-    return stdout is sys.__stdout__
+    return _unwrap(sys.stdout) is sys.__stdout__
+
+
+def _make_safe(stream: TextIO | None) -> TextIO:
+    """None: the process was started without this stream, as in `harness status RUN 2>&-`."""
+    return cast(TextIO, SafeStream(Path(os.devnull).open("w") if stream is None else _unwrap(stream)))
+
+
+def _unwrap(stream: TextIO) -> TextIO:
+    while isinstance(stream, SafeStream):
+        stream = stream.wrapped
+    return stream

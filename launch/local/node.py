@@ -25,6 +25,7 @@ from harness.control.stop_requests import clear_stop_file, holds_for_this_start
 from harness.core.fast_imports import loading
 from harness.core.locking.run_lease import require_free
 from harness.core.rundir import RunDir, check_resume
+from harness.core.safe_stream import safe_output
 from launch.cli.parser import CommandParser
 from launch.local.exit_file import write_exit_file
 from launch.local.node_group import SINGLE_NODE, RendezvousSpec
@@ -41,6 +42,7 @@ nodes, which must share the directory, run the same command on each with its own
 """
 
 
+@safe_output()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the ranks of this node; returns the exit code of the run."""
     try:

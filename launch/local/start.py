@@ -41,6 +41,7 @@ from harness.core.events import EndCause
 from harness.core.locking.run_lease import OFFERED_BY, clearing_dead_lease, io_error, is_in_use
 from harness.core.node_name import machine_name
 from harness.core.rundir import locate
+from harness.core.safe_stream import safe_output
 from harness.core.transient_io import retry_transient
 from harness.telemetry import heartbeat
 from harness.telemetry.event_log import log_size
@@ -85,6 +86,7 @@ ANSWER_WITHIN_S = 2.0
 INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
+@safe_output()
 def launch(cfg: Config, worker: Worker, spec: RendezvousSpec = SINGLE_NODE, *, comes_back: bool = False) -> int:
     """Run `worker(cfg)` on every rank of this node; returns the exit code of the run, 1 for a crash.
 
@@ -281,13 +283,13 @@ def supervise(
                 signal_workers(processes, STACKS_SIGNAL, sent)
             wait_s = 0.0 if watch.has_answers else ANSWER_WITHIN_S if is_hang else GRACE_S
             kill_s = min(kill_s, time.monotonic() + wait_s)
-        if stop_signals and not sent:
-            sent.add((0, 0))
-            print("harness: stopping gracefully; a second Ctrl-C or SIGTERM kills the workers", file=sys.stderr)
+        is_first_signal = bool(stop_signals) and not sent
         if is_forced(stop_signals) or time.monotonic() > kill_s:
             signal_workers(processes, signal.SIGKILL, sent)
         elif stop_signals:
             signal_workers(processes, signal.Signals(stop_signals[0]), sent)
+        if is_first_signal:
+            print("harness: stopping gracefully; a second Ctrl-C or SIGTERM kills the workers", file=sys.stderr)
 
 
 def signal_workers(

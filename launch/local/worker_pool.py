@@ -43,7 +43,7 @@ from harness.control.stop_requests import STOP_SIGNALS
 from harness.core.child_process import PR_SET_CHILD_SUBREAPER, PR_SET_NAME, control_process, die_with
 from harness.core.fast_imports import loading
 from harness.core.rundir import write_atomically
-from harness.core.safe_stream import is_original_stdout
+from harness.core.safe_stream import is_original_stdout, safe_output
 from launch.local.collective_dump import dump_collectives_on_signal
 from launch.local.out_of_memory import describe_shortage
 from launch.local.ranks import COLLECTIVES_FILE, FAILURE_FILE, PID_FILE, STACKS_FILE
@@ -318,7 +318,8 @@ def wait_for_task(launcher: int, pipe: Connection) -> None:
             with Path(path).open("wb") as file:
                 os.dup2(file.fileno(), descriptor)
     control_process(PR_SET_NAME, task.name.encode())
-    pipe.send(task.call(*task.arguments))
+    with safe_output():
+        pipe.send(task.call(*task.arguments))
     pipe.recv()
 
 

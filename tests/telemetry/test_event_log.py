@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -55,6 +57,30 @@ def test_a_full_disk_loses_events_with_one_warning(make_step: MakeStep, capfd: p
     ]
     log.close()
     assert "3 events could not be written to /dev/full" in capfd.readouterr().err
+
+
+def test_the_log_continues_if_its_warning_cannot_be_written(
+    tmp_path: Path, make_step: MakeStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk that is full holds the run and the file of standard error."""
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    full = Path("/dev/full").open("w")  # noqa: SIM115 -- closing it fails
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", full)
+        patched.setattr(os, "write", write_without_space)
+        log.write(make_step(0))
+        assert log.flush()
+    with suppress(OSError):  # the stream still holds the warning
+        full.close()
+    log.write(make_step(1))
+    assert log.close()
+    assert log.num_lost == 1
+    assert [event.iteration for event in read(path)] == [1]
+
+
+def write_without_space(_descriptor: int, _data: bytes) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_line_cut_short_by_the_disk_is_terminated_before_the_next(

@@ -194,6 +194,15 @@ def test_a_rejected_start_leaves_the_run_to_the_start_that_got_it(launch: Launch
     assert run.status.read_text() == '{"state": "running"}'
 
 
+def test_a_rank_outlives_its_output(launch: Launch, tmp_path: Path) -> None:
+    """Rank 0 has the output of the launcher; the one of rank 1 is a log."""
+    write_to_full_disk(tmp_path / "print_everything.output")
+    with launch("print_everything") as launcher:
+        assert launcher.wait(timeout=200) == 3
+    (log,) = (tmp_path / "print_everything" / "logs").glob("*/rank-1.stdout")
+    assert log.read_text() == "rank 1\n"
+
+
 def test_exit_code_75_passes_through(launch: Launch) -> None:
     assert ended(launch("exit_late")) == (75, "", "")
 
@@ -206,6 +215,21 @@ def test_stop_lets_the_workers_finish(process: Launched, tmp_path: Path, number:
     saved = [(tmp_path / "patient" / f"saved-{rank}").read_text() for rank in range(2)]
     assert saved == [number.name, number.name], "the reason is the signal that was sent"
     assert process.stderr == STOPPING
+
+
+def write_to_full_disk(output: Path) -> None:
+    """Send the output of a launcher that starts later to a disk without space."""
+    for stream in ("stdout", "stderr"):
+        Path(f"{output}.{stream}").symlink_to("/dev/full")
+
+
+def test_stop_lets_the_workers_of_a_launcher_without_output_finish(launch: Launch, tmp_path: Path) -> None:
+    write_to_full_disk(tmp_path / "patient.output")
+    with launch("patient") as launcher:
+        wait_for(tmp_path / "patient" / "ready-0", tmp_path / "patient" / "ready-1")
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(timeout=200) == 75
+    assert (tmp_path / "patient" / "saved-1").exists()
 
 
 @pytest.mark.parametrize("process", ["patient"], indirect=True)
@@ -381,6 +405,13 @@ def test_a_killed_rank_is_restarted_with_all_others(launch: Launch, tmp_path: Pa
     logs = sorted(path.name for path in (tmp_path / "die_once" / "logs").iterdir())
     assert [name.partition("-restart-")[2] for name in logs] == ["", "1"], "the logs of both starts are kept"
     assert session_of(launcher.pid) == [], "nothing is left behind"
+
+
+def test_a_killed_rank_is_restarted_by_a_launcher_without_output(launch: Launch, tmp_path: Path) -> None:
+    write_to_full_disk(tmp_path / "die_once.output")
+    with launch("die_once") as launcher:
+        assert launcher.wait(timeout=200) == 0
+    assert [len(rank_starts) for rank_starts in starts(tmp_path / "die_once")] == [2, 2]
 
 
 def test_the_same_error_at_the_same_step_twice_ends_the_run(launch: Launch, tmp_path: Path) -> None:
