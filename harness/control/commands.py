@@ -104,6 +104,7 @@ class ExcludeSource:
 
     def __post_init__(self) -> None:
         require(bool(self.source), "exclude", "must name a source")
+        check_printable("exclude", self.source)
 
 
 @final
@@ -117,6 +118,7 @@ class Reweight:
     def __post_init__(self) -> None:
         require(bool(self.weights), "reweight", "must name a source and its weight")
         for name, weight in self.weights.items():
+            check_printable("reweight", name)
             message = f"the weight of {name!r} must be 0 or more and finite, got {weight}"
             require(0 <= weight < math.inf, "reweight", message)
 
@@ -234,6 +236,11 @@ def check_range(key: str, first: int, last: int) -> None:
     require(0 <= first <= last < 2**63, key, f"needs batches A..B with 0 <= A <= B, got {first}..{last}")
     message = f"must be 1 to {MOST_BATCHES:,} batches, got {last - first + 1}"
     require(last - first < MOST_BATCHES, key, message)
+
+
+def check_printable(key: str, name: str) -> None:
+    """Raise `ConfigError` unless a name can be shown: JSON may hold half a character, which no output can write."""
+    require(name.isprintable(), key, f"the name of a source must be printable, got {name!r}")
 
 
 def describe_batches(first: int, last: int) -> str:

@@ -177,6 +177,7 @@ def _listed(run: RunDir) -> list[Path]:
 
 
 def _read(path: Path) -> Command:
+    require(path.name.isprintable(), "", "has a name that is not printable")
     require(stat.S_ISREG(path.lstat().st_mode), "", "is not a plain file")
     with path.open("rb") as file:
         text = file.read(LONGEST_BYTES + 1)

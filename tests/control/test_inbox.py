@@ -115,6 +115,8 @@ def test_every_order_has_a_description() -> None:
         ("lr", {"factor": 10.01}, "lr: must be a factor above 0 and at most 10, got 10.01"),
         ("lr", {"factor": float("nan")}, "lr: must be a factor above 0 and at most 10, got nan"),
         ("exclude", {"source": ""}, "exclude: must name a source"),
+        ("exclude", {"source": "w\ud800eb"}, r"exclude: the name of a source must be printable, got 'w\ud800eb'"),
+        ("reweight", {"weights": {"\x1b[2J": 1}}, r"reweight: the name of a source must be printable, got '\x1b[2J'"),
         ("skip_batches", {"first": 5, "last": 4}, "skip: needs batches A..B with 0 <= A <= B, got 5..4"),
         ("unskip", {"first": -1, "last": 4}, "unskip: needs batches A..B with 0 <= A <= B, got -1..4"),
         ("skip_batches", {"first": 0, "last": 10**6}, "skip: must be 1 to 1,000,000 batches, got 1000001"),
@@ -196,6 +198,13 @@ def test_an_invalid_file_is_set_aside_with_one_line(
     assert names(run) == sorted([f"{good.id}.json", "a.json.refused"])
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: {run.control}: 'a.json' was refused: {reason_text}")
+
+
+def test_a_file_whose_name_is_not_text_is_set_aside(run: RunDir) -> None:
+    """The answer to a command holds the name."""
+    write(run, "caf\udce9.json", SKIP)
+    assert Inbox(run).take() == []
+    assert names(run) == ["caf\udce9.json.refused"]
 
 
 def test_only_plain_files_are_opened(run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
