@@ -49,8 +49,10 @@ class LogTail:
     def samples_after(self, sampled: Mapping[str, float]) -> list[SystemSampled]:
         """System samples after the ones that a sink has got (rank -> time of the last), machine by machine."""
         found: list[SystemSampled] = []
-        for path in sorted(self._run.system.glob("rank-*.jsonl"))[:MOST_MACHINES]:
-            since = sampled.get(str(int(path.stem.removeprefix("rank-"))), float("-inf"))
+        ranks = {path: path.stem.removeprefix("rank-") for path in sorted(self._run.system.glob("rank-*.jsonl"))}
+        known = [(path, int(rank)) for path, rank in ranks.items() if rank.isdecimal()]  # a user may keep copies there
+        for path, rank in known[:MOST_MACHINES]:
+            since = sampled.get(str(rank), float("-inf"))
             with self._lock:
                 found += self._samples_of(path, since)
         return found

@@ -120,4 +120,5 @@ def test_samples_of_a_limited_number_of_machines_are_sent(run: RunDir, monkeypat
     monkeypatch.setattr(log_tail, "MOST_MACHINES", 2)
     for rank in (16, 0, 8):
         append(system_sampler.system_file(run, rank), sample(1.0, rank=rank))
+    append(run.system / "rank-00000.old.jsonl", sample(1.0))
     assert [each.rank for each in LogTail(run).samples_after({})] == [0, 8]
