@@ -8,6 +8,9 @@ EXIT_BAD_CONFIG = 2
 EXIT_HALTED = 3
 EXIT_INTERRUPTED = 75
 
+LEAST_FP32 = 2.0**-126
+"""The smallest normal number of fp32. A device may take a smaller one as 0."""
+
 
 class ConfigError(Exception):
     """Invalid config; the message names the key and what is allowed."""
@@ -41,3 +44,11 @@ def require(condition: bool, key: str, message: str) -> None:
     """Raise ConfigError unless `condition` holds."""
     if not condition:
         raise ConfigError(key, message)
+
+
+def require_positive_fp32(value: float, key: str, off: str = "") -> None:
+    """Raise ConfigError unless an fp32 tensor on the device can hold this positive number. `off` says how to turn it
+    off."""
+    require(value > 0, key, f"must be positive{off}, got {value}")
+    message = f"must be at least {LEAST_FP32:.3g}, because the device holds it in fp32, got {value}"
+    require(value >= LEAST_FP32, key, message)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from harness.config.errors import require
+from harness.config.errors import require, require_positive_fp32
 
 
 class AttentionKind(StrEnum):
@@ -96,7 +96,7 @@ class ModelConfig:
         message = f"must divide model.num_heads={self.num_heads}, got {self.num_kv_heads}"
         require(self.num_heads % self.num_kv_heads == 0, "model.num_kv_heads", message)
         for name in ("rope_theta", "norm_eps", "init_std"):
-            require(getattr(self, name) > 0, f"model.{name}", f"must be positive, got {getattr(self, name)}")
+            require_positive_fp32(getattr(self, name), f"model.{name}")
         require(self.z_loss >= 0, "model.z_loss", f"must be 0 (off) or more, got {self.z_loss}")
         if self.mup_base_width is not None:
             require(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from harness.config.errors import require
+from harness.config.errors import require, require_positive_fp32
 
 MAX_ITERATIONS = 20
 """More Newton-Schulz iterations change nothing."""
@@ -58,7 +58,7 @@ class MuonConfig:
         require(valid, "optim.muon.momentum", f"must be at least 0 and below 1, got {self.momentum}")
         valid = 1 <= self.iterations <= MAX_ITERATIONS
         require(valid, "optim.muon.iterations", f"must be from 1 to {MAX_ITERATIONS}, got {self.iterations}")
-        require(self.update_rms > 0, "optim.muon.update_rms", f"must be positive, got {self.update_rms}")
+        require_positive_fp32(self.update_rms, "optim.muon.update_rms")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,25 +100,23 @@ class OptimConfig:
     muon: MuonConfig = field(default_factory=MuonConfig)
 
     def __post_init__(self) -> None:
-        require(self.lr > 0, "optim.lr", f"must be positive, got {self.lr}")
+        require_positive_fp32(self.lr, "optim.lr")
         for name in ("beta1", "beta2"):
             require(
                 0 <= getattr(self, name) < 1,
                 f"optim.{name}",
                 f"must be at least 0 and below 1, got {getattr(self, name)}",
             )
-        require(self.eps > 0, "optim.eps", f"must be positive, got {self.eps}")
+        require_positive_fp32(self.eps, "optim.eps")
         require(self.weight_decay >= 0, "optim.weight_decay", f"must be 0 or more, got {self.weight_decay}")
-        if self.clip_norm is not None:
-            require(
-                self.clip_norm > 0,
-                "optim.clip_norm",
-                f"must be positive, or null for no clipping, got {self.clip_norm}",
-            )
-        valid = self.clip_value is None or self.clip_value > 0
-        require(valid, "optim.clip_value", f"must be positive, or null for no clipping by value, got {self.clip_value}")
-        valid = self.qk_clip is None or self.qk_clip > 0
-        require(valid, "optim.qk_clip", f"must be positive, or null for no clipping of logits, got {self.qk_clip}")
+        limits = {
+            "clip_norm": "for no clipping",
+            "clip_value": "for no clipping by value",
+            "qk_clip": "for no clipping of logits",
+        }
+        for name, off in limits.items():
+            if (limit := getattr(self, name)) is not None:
+                require_positive_fp32(limit, f"optim.{name}", f", or null {off}")
         require(self.warmup_steps >= 0, "optim.warmup_steps", f"must be 0 or more, got {self.warmup_steps}")
         require(self.decay_steps >= 0, "optim.decay_steps", f"must be 0 or more, got {self.decay_steps}")
         require(

@@ -152,6 +152,12 @@ def test_overrides_win_over_the_settings_of_a_size() -> None:
         ("model.dim=[1", "model.dim=[1: cannot be parsed; write key=value"),
         ("model.num_heads=3", "model.num_heads: must divide model.dim=128, got 3"),
         ("optim.lr=-1", "optim.lr: must be positive, got -1.0"),
+        *(
+            (f"{key}=1e-39", f"{key}: must be at least 1.18e-38, because the device holds it in fp32, got 1e-39")
+            for key in ("optim.lr", "optim.eps", "optim.clip_norm", "optim.clip_value", "optim.qk_clip")
+        ),
+        ("optim.qk_clip=0", "optim.qk_clip: must be positive, or null for no clipping of logits, got 0.0"),
+        ("model.norm_eps=1e-60", "model.norm_eps: must be at least 1.18e-38, because the device holds it in fp32, got"),
         ("run.name=a/b", "run.name: must be a directory name without / that does not start with a dot, got 'a/b'"),
         (f"run.name='{'ä' * 128}'", "run.name: must have at most 255 bytes, got 256"),
         ("train.batch_tokens=100", "train.batch_tokens: must be a multiple of train.sequence_length=256, got 100"),
