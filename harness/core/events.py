@@ -166,6 +166,11 @@ class ReducedRecord(Event):
     """Histogram of token losses: token count below each edge of `TOKEN_LOSS_EDGES`, then of the rest; only where
     probed."""
 
+    @property
+    def is_empty(self) -> bool:
+        """The document mask left no rank a token to predict. The gate rejected the update, and nothing is wrong."""
+        return self.refused and self.loss == self.grad_norm == 0
+
 
 @dataclass(slots=True, kw_only=True)
 class StepRecord(ReducedRecord):

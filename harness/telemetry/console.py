@@ -146,6 +146,8 @@ def event_line(event: Event) -> str | None:
             if event.in_memory:
                 memory = f" in {'a partner' if event.fetched_ranks else 'this machine'}'s memory"
             return f"resumed from {event.resumed_from}{memory}, step {event.step}/{event.num_steps}, on {ranks}"
+        case StepRecord(is_empty=True):
+            return f"iteration {event.iteration}: no update, batch {event.cursor} has no token to predict"
         case StepRecord(refused=True):
             return (
                 f"iteration {event.iteration}: update rejected, loss {event.loss:.4g}, grad norm {event.grad_norm:.4g}"

@@ -95,11 +95,13 @@ def unpack_report(
     values = report[: parts["slots"].start].tolist()  # sync: none, the report is in host memory
     decided = report[layout.size :].tolist()  # sync: none, likewise
     grad_norm, divisor, refused, lr, step, scale, loss_bound, grad_bound = decided
-    divisor = divisor or math.nan
     scalars = dict(zip(SCALARS, values[parts["scalars"]], strict=True))
+    tokens, divisor = scalars["tokens"] or math.nan, divisor or math.nan
+    is_empty = scalars["tokens"] == scalars["loss"] == sum(values[parts["group_squares"]]) == 0
+    if is_empty:  # the document mask ignores every target: 0 / 0 on the device, which rejects the update
+        tokens, divisor, grad_norm = 1.0, 1.0, 0.0
     group_squares = zip(layout.groups, values[parts["group_squares"]], strict=True)
     source_sums = zip(layout.sources, values[parts["source_losses"]], values[parts["source_tokens"]], strict=True)
-    tokens = scalars["tokens"] or math.nan
     table = layout.slots(report[: layout.size]).numpy()  # sync: none, likewise
     rank_facts = summarize_slots(
         table,

@@ -171,7 +171,10 @@ class Rejections:
     """Loss-scale overflows; not counted in `num_in_row`."""
 
     def add(self, record: ReducedRecord) -> bool:
-        """Count a record; returns whether its update was rejected for another reason than a loss-scale overflow."""
+        """Count a record; returns whether its update was rejected for another reason than a loss-scale overflow, or
+        a batch without a token to predict, which is not counted."""
+        if record.is_empty:
+            return False
         is_rejection = record.refused
         if record.refused and is_overflow(record):
             self.num_overflows += 1

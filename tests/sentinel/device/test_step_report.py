@@ -105,6 +105,28 @@ def test_a_report_unpacks_to_the_packed_numbers() -> None:
     assert flags == (False,) * 4
 
 
+def test_a_batch_without_a_token_to_predict_is_rejected_and_finite() -> None:
+    vector = make_reduced()
+    for name in ("group_squares", "source_losses", "source_tokens", "layer_squares"):
+        LAYOUT.part(vector, name).zero_()
+    LAYOUT.slot(vector, "grad_square").zero_()
+    total = totals(LAYOUT, vector, scale=torch.tensor(8.0), expected_tokens=50)
+    gate = Gate(load().sentinel.detect, device=torch.device("cpu"))
+    before = gate.history.clone()
+    decision = gate.decide(loss=total.loss, grad_norm=total.grad_norm, warming=torch.tensor(0.0))
+    assert (float(decision.skip_mask), float(decision.overflow)) == (1.0, 0.0)
+    assert torch.equal(gate.history, before)
+    record = read(make_report(vector, skip_mask=1.0, scale=8.0))
+    assert record.is_empty
+    assert (record.loss, record.grad_norm, record.z_loss, record.source_losses) == (0.0, 0.0, 0.0, {})
+    assert set(record.group_grad_norms.values()) == {0.0}
+    assert record.activation_rms == {"blocks.0": 0.0}
+    LAYOUT.part(vector, "group_squares")[0] = math.nan
+    broken = read(make_report(vector, skip_mask=1.0))
+    assert not broken.is_empty, "a gradient that is not finite has another cause"
+    assert math.isnan(broken.loss)
+
+
 def test_gradient_norms_of_ranks_are_unscaled() -> None:
     record = read(make_report(make_reduced(loss=200.0, tokens=50.0), scale=2.0))
     assert record.ranks["loss"]["median"] == 4.0

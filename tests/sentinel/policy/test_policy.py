@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 
 from harness.core.events import ActionKind, FindingKind
+from harness.sentinel.detect.detectors import Detectors
 from harness.sentinel.policy.open_incident import ClosedIncident, IncidentVerdict
 from harness.sentinel.policy.policy import Policy
+from tests.composed import load
 from tests.sentinel.policy_runs import LAG, F, K, Run, defaults, finding, kind_of, outcome, record
 
 
@@ -136,6 +138,15 @@ class TestSkip:
         run = Run()
         actions = [run.iterate(loss=math.nan if i == 50 else 3.0, refused=i == 50) for i in range(300)]
         assert [action.kind for action in actions if action is not None] == [K.skip]
+
+    def test_batches_without_a_token_to_predict_are_no_incident(self) -> None:
+        run = Run()
+        run.iterate_clean(50)
+        for place in range(51, 61):
+            empty = replace(record(place, step=50, refused=True), loss=0.0, grad_norm=0.0)
+            assert run.policy.decide(empty, Detectors(load().sentinel.detect).observe(empty)) is None
+        assert run.policy.policy_state.open_incidents == []
+        assert run.policy.policy_state.rejections.num_in_row == 0
 
     def test_rejections_in_a_row_show_a_damaged_state(self) -> None:
         run = Run()
