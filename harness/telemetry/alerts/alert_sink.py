@@ -128,14 +128,22 @@ class AlertSink:
             file.seek(self.state.requeue_bytes)
             lines = [line for line in file if line.endswith(b"\n")]
         ends = [end for line in lines for end in parse_object(line)]
-        for end in [end for end in ends if end["time"] > time.time() - EXPIRES_S]:
-            for node, fault in end.get("unhealthy", {}).items():
-                message = f"machine {node} failed the health check of job {end['job']}: {fault}"
-                place: dict[str, Any] = {"time": end["time"], "iteration": max(last_iteration(self._run.events), 0)}
-                alert = Alert(kind=AlertKind.node_out, **place, message=message, topic=f"node out: {node}")
-                self._outbox.add(alert, time.time())
+        for end in ends:
+            match end:
+                case {"time": int() | float() as ended, "job": job, "unhealthy": dict() as unhealthy}:
+                    if ended > time.time() - EXPIRES_S:
+                        self._add_unhealthy(unhealthy, str(job), ended)
+                case _:  # no machine was unhealthy, or the line is damaged
+                    pass
         self.state.requeue_bytes += sum(map(len, lines))
         self.save()
+
+    def _add_unhealthy(self, unhealthy: dict[str, Any], job: str, ended: float) -> None:
+        for node, fault in unhealthy.items():
+            message = f"machine {node} failed the health check of job {job}: {fault}"
+            place: dict[str, Any] = {"time": ended, "iteration": max(last_iteration(self._run.events), 0)}
+            alert = Alert(kind=AlertKind.node_out, **place, message=message, topic=f"node out: {node}")
+            self._outbox.add(alert, time.time())
 
 
 def parse_object(line: bytes) -> Iterator[dict[str, Any]]:

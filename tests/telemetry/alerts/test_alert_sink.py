@@ -187,7 +187,9 @@ def test_a_machine_that_fails_slurms_health_check_is_alerted(make_run: MakeRun, 
     run, cfg = make_run("big", **ON)
     line = {"time": time.time(), "job": "71", "unhealthy": {"node7": "GPU 3: uncorrectable ECC errors"}}
     old = line | {"time": 0.0, "unhealthy": {"node1": "long ago"}}
-    (run.path / "requeues.jsonl").write_text(f"{json.dumps(old)}\nnot JSON\n{json.dumps(line)}\n")
+    damaged = [{"unhealthy": {"node2": "when?"}}, line | {"unhealthy": None}, line | {"time": "now"}, {}]
+    lines = [json.dumps(old), "not JSON", *map(json.dumps, damaged), json.dumps(line)]
+    (run.path / "requeues.jsonl").write_text("".join(f"{line}\n" for line in lines))
     sink = AlertSink(run, cfg.telemetry.alerts, None)
     sink.connect()
     for _ in range(2):
