@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TextIO, cast, final
 
@@ -44,6 +44,8 @@ class SlurmJob:
     job: str
     """Job id; for a task of an array ARRAY_TASK."""
     code: str
+    excluded: Mapping[str, float] = field(default_factory=dict)
+    """Nodes that the submission excluded because its runs had blamed them -> until when, in seconds since 1970."""
 
 
 def slurm_folder(run: RunDir) -> Path:

@@ -264,19 +264,20 @@ def record_missed_ends(run: RunDir, job: str, start: int) -> RestartDecision:
     return decision
 
 
-def exclusion_update(present: Sequence[str], ends: Iterable[JobEnd], wanted: Iterable[NodeExclusion]) -> str:
+def exclusion_update(present: Sequence[str], by_user: Iterable[str], wanted: Iterable[NodeExclusion]) -> str:
     """The argument of `scontrol update` that excludes `wanted` and the user's own exclusions; empty for no change.
 
     `present` are the nodes that Slurm excludes now.
     """
-    nodes = [*list_user_excluded(present, ends), *(exclusion.node for exclusion in wanted)]
+    nodes = [*by_user, *(exclusion.node for exclusion in wanted)]
     return "" if set(nodes) == set(present) else f"ExcNodeList={','.join(nodes)}"
 
 
-def list_user_excluded(present: Sequence[str], ends: Iterable[JobEnd]) -> list[str]:
-    """The nodes that Slurm excludes because the user asked: not those that this run has excluded or blamed."""
+def list_user_excluded(present: Sequence[str], ends: Iterable[JobEnd], expired: Iterable[str] = ()) -> list[str]:
+    """The nodes that Slurm excludes because the user asked: not those that this run has excluded or blamed, nor those
+    that its submission excluded until now. Its submission may exclude nodes that other tasks of the array blamed."""
     ours = {node for end in ends for node in [*end.unhealthy, *(exclusion.node for exclusion in end.excluded)]}
-    return [node for node in present if node not in ours]
+    return [node for node in present if node not in ours.union(expired)]
 
 
 def end_job(run: RunDir, job: str, start: int, exit_code: int, health_log: str, sbatch: Sequence[str]) -> JobEnd:
@@ -286,6 +287,9 @@ def end_job(run: RunDir, job: str, start: int, exit_code: int, health_log: str, 
     present, before = hostnames(shown.get("ExcNodeList", "")), list[JobEnd]()
     with suppress(StorageError):  # record_end warns of it
         before = read_ends(run)
+    known = job_directory.read_job(run)
+    submitted = known.excluded if known is not None and known.job == job else {}
+    expired = [node for node, until in submitted.items() if until <= time.time()]
     end = record_end(
         run,
         job_exit,
@@ -293,10 +297,11 @@ def end_job(run: RunDir, job: str, start: int, exit_code: int, health_log: str, 
         start=start,
         unhealthy=parse_blamed_nodes(health_log),
         sbatch=sbatch,
-        user_excluded=list_user_excluded(present, before),
+        user_excluded=list_user_excluded(present, before, expired),
     )
     if end.requeued:
-        print(exclusion_update(present, [*before, end], end.excluded), end="")
+        by_user = list_user_excluded(present, [*before, end], expired)
+        print(exclusion_update(present, by_user, end.excluded), end="")
     for exclusion in end.excluded:
         print(f"harness: {exclusion.render()}", file=sys.stderr)
     return end

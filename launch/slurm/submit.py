@@ -64,14 +64,14 @@ def submit_run(cfg: Config) -> str:
     """Create the run directory and submit the job; returns the job id."""
     check_submission(cfg)
     require_submittable(cfg, locate(cfg))
-    script = choose_script([cfg], lambda without: render_script(cfg, without))
+    script, excluded = choose_script([cfg], lambda without: render_script(cfg, without))
 
     def record(job: str) -> None:
         run = prepare_job_run(cfg)
         with naming_full_disk(run.path):
             code = code_snapshot.save_snapshot(code_root(run).resolve())
             write_atomically(slurm_folder(run) / SCRIPT, script)
-        write_job(run, SlurmJob(job=job, code=str(code)))
+        write_job(run, SlurmJob(job=job, code=str(code), excluded=excluded))
 
     return submit_script(script, record)
 
@@ -85,7 +85,7 @@ def submit_array(cfgs: Sequence[Config], directory: Path) -> str:
     for cfg in cfgs:
         check_submission(cfg)
         require_submittable(cfg, locate(cfg))
-    script = choose_script(cfgs, lambda without: render_array_script(cfgs, directory, without))
+    script, excluded = choose_script(cfgs, lambda without: render_array_script(cfgs, directory, without))
 
     def record(job: str) -> None:
         runs = [prepare_job_run(cfg) for cfg in cfgs]
@@ -98,13 +98,15 @@ def submit_array(cfgs: Sequence[Config], directory: Path) -> str:
                 write_atomically(list_path, run_list(cfgs))
             write_atomically(shared / SCRIPT, script)
         for index, run in enumerate(runs):
-            write_job(run, SlurmJob(job=f"{job}_{index}", code=str(code)))
+            write_job(run, SlurmJob(job=f"{job}_{index}", code=str(code), excluded=excluded))
 
     return submit_script(script, record)
 
 
-def choose_script(cfgs: Sequence[Config], script_without: Callable[[Sequence[str]], str]) -> str:
-    """The script that excludes as many failed nodes of these runs as Slurm accepts."""
+def choose_script(
+    cfgs: Sequence[Config], script_without: Callable[[Sequence[str]], str]
+) -> tuple[str, dict[str, float]]:
+    """The script that excludes as many failed nodes of these runs as Slurm accepts, and until when each is excluded."""
     runs = [locate(cfg) for cfg in cfgs]
     faults = [fault for run in runs for fault in requeue.list_node_faults(run, requeue.read_ends(run))]
     found = choose_exclusions(faults, now=time.time(), limits=cfgs[0].launch.slurm)
@@ -113,7 +115,7 @@ def choose_script(cfgs: Sequence[Config], script_without: Callable[[Sequence[str
     if not kept:
         run_sbatch(script, "--test-only")
     print_exclusions(kept)
-    return script
+    return script, {exclusion.node: exclusion.until for exclusion in kept}
 
 
 def is_accepted(script: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from launch.slurm.requeue import (
     decide_requeue,
     exclusion_update,
     is_stall,
+    list_user_excluded,
 )
 from tests import composed
 from tests.full_disk import fill, may_mount, small_disk
@@ -270,7 +272,7 @@ def test_faults_in_the_job_exclude_like_failed_health_checks(run: RunDir) -> Non
     assert [(exclusion.node, exclusion.kind) for exclusion in first.excluded] == [("n3", "lost")]
     second = requeue.record_end(run, HERE._replace(exit_code=69), job="7", start=2, unhealthy=SICK)
     assert [exclusion.node for exclusion in second.excluded] == ["n2", "n3"], "one check in the job, one before it"
-    assert exclusion_update(["n9", "n3"], [first], []) == "ExcNodeList=n9"
+    assert list_user_excluded(["n9", "n3"], [first]) == ["n9"]
 
 
 def test_exclusions_are_limited_to_what_slurm_can_start(run: RunDir, fake_slurm_bin: Path) -> None:
@@ -303,17 +305,27 @@ def test_slurm_is_asked_with_the_exclusions_of_the_user(
 def test_update_of_the_excluded_nodes() -> None:
     ends = [replace(end(), unhealthy={"n2": "old"}), replace(end(), unhealthy={"n3": "new"})]
     third = NodeExclusion(node="n3", reason="new", num_failures=2, until=0.0)
-    assert (
-        exclusion_update([], ends, [])
-        == exclusion_update(["n3"], ends, [third])
-        == exclusion_update(["n9"], ends, [])
-        == ""
-    )
-    assert exclusion_update([], ends, [third]) == "ExcNodeList=n3"
-    assert exclusion_update(["n9", "n2"], ends, [third]) == "ExcNodeList=n9,n3", (
-        "the user's exclusion stays, an expired one goes"
-    )
-    assert exclusion_update(["n2"], ends, []) == "ExcNodeList="
+
+    def update(present: list[str], wanted: list[NodeExclusion]) -> str:
+        return exclusion_update(present, list_user_excluded(present, ends), wanted)
+
+    assert update([], []) == update(["n3"], [third]) == update(["n9"], []) == ""
+    assert update([], [third]) == "ExcNodeList=n3"
+    assert update(["n9", "n2"], [third]) == "ExcNodeList=n9,n3", "the user's exclusion stays, an expired one goes"
+    assert update(["n2"], []) == "ExcNodeList="
+
+
+@pytest.mark.parametrize(
+    ("job", "until", "freed"), [("7_0", 0.0, "ExcNodeList=n9"), ("7_0", math.inf, ""), ("6_0", 0.0, "")]
+)
+def test_a_node_that_the_submission_excluded_for_another_task_is_freed_in_time(
+    run: RunDir, fake_slurm_bin: Path, capsys: pytest.CaptureFixture[str], job: str, until: float, freed: str
+) -> None:
+    (fake_slurm_bin / "scontrol").write_text(scontrol(excluded="n9,n3"))
+    job_directory.slurm_folder(run).mkdir(parents=True, exist_ok=True)
+    job_directory.write_job(run, job_directory.SlurmJob(job=job, code="", excluded={"n3": until}))
+    assert requeue.main(["end", str(run.path), "7_0", "75", ""]) == 0
+    assert capsys.readouterr().out == freed
 
 
 def scontrol(state: str = "RUNNING", excluded: str = "(null)") -> str:

@@ -301,6 +301,9 @@ def test_a_job_is_submitted_without_the_nodes_that_failed(
     lines = [line for line in script.splitlines() if "--exclude=" in line]
     assert lines == ["#SBATCH --exclude=n[7-8]", "#SBATCH --exclude=n[7-8],n2"], "sbatch uses the last of two"
     assert capsys.readouterr().err.startswith("harness: node n2 is excluded until ")
+    job = job_directory.read_job(run)
+    assert job is not None
+    assert job.excluded.keys() == {"n2"}
     monkeypatch.setenv("REFUSED", "1")
     with pytest.raises(ConfigError, match=r"launch\.slurm: sbatch: exit code 1"):
         submit.submit_run(cfg)
