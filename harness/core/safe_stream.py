@@ -96,7 +96,7 @@ def _make_safe(stream: TextIO | None) -> TextIO:
     return cast(TextIO, SafeStream(Path(os.devnull).open("w") if stream is None else _unwrap(stream)))
 
 
-def _unwrap(stream: TextIO) -> TextIO:
+def _unwrap(stream: TextIO | SafeStream) -> TextIO:
     while isinstance(stream, SafeStream):
         stream = stream.wrapped
     return stream

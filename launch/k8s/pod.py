@@ -32,6 +32,7 @@ from harness.config.errors import (
 from harness.config.schema import Config
 from harness.core.locking.run_lease import require_free
 from harness.core.rundir import RunDir, locate
+from harness.core.safe_stream import safe_output
 from launch.changed_config import prepare_fitting_run
 from launch.cli.parser import CommandParser
 from launch.local import node
@@ -44,6 +45,7 @@ INDEX = "JOB_COMPLETION_INDEX"
 POLL_S = 1.0
 
 
+@safe_output()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the ranks of this pod; returns its exit code."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_INTERRUPTED))  # until the ranks run and save
