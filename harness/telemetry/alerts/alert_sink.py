@@ -23,7 +23,7 @@ from harness.telemetry.alerts.alert import Alert, alerts_of, postmortem_link, re
 from harness.telemetry.alerts.channels import PROGRAM_TIMEOUT_S, ChannelKind, DeliveryError, deliver
 from harness.telemetry.alerts.outbox import EXPIRES_S, WAIT_S, AlertState, Outbox
 from harness.telemetry.alerts.stall_watch import StallWatch
-from harness.telemetry.event_log import Chunk, last_iteration, log_size
+from harness.telemetry.event_log import Chunk, last_iteration, log_size, read_chunk
 from harness.telemetry.rank_progress import HangLimits
 from harness.telemetry.sinks.sink import SinkKind, configuration, load_sink_state, save_state
 from harness.telemetry.sinks.sink_log import log
@@ -52,6 +52,8 @@ class AlertSink:
             self.state.is_new = False
             self.state.offset = log_size(self._run.events) if self._trainer is None else self._trainer.log_bytes
             self.save()
+        if self.state.newest_incident < 0:
+            self.state.newest_incident = newest_incident_before(self._run, self.state.offset)
         if self._stalls is None and self._trainer is not None:
             settings = configuration(self._run)
             limits = HangLimits(
@@ -144,6 +146,15 @@ class AlertSink:
             place: dict[str, Any] = {"time": ended, "iteration": max(last_iteration(self._run.events), 0)}
             alert = Alert(kind=AlertKind.node_out, **place, message=message, topic=f"node out: {node}")
             self._outbox.add(alert, time.time())
+
+
+def newest_incident_before(run: RunDir, end: int) -> int:
+    """Highest number of the incidents in the first `end` bytes of the log; 0: none."""
+    newest = place = 0
+    while place < end and (chunk := read_chunk(run.events, place, end)):
+        newest = max([newest, *(event.incident for event in chunk.events if isinstance(event, Action))])
+        place = chunk.end
+    return newest
 
 
 def parse_object(line: bytes) -> Iterator[dict[str, Any]]:

@@ -42,7 +42,7 @@ class AlertState(SinkState):
     is_new: bool = True
     """No start of this run had alerts before: older events of its log are not alerted."""
     newest_incident: int = 0
-    """Highest number of the incidents that were alerted."""
+    """Highest number of the incidents that were alerted; -1: to be read from the log."""
     requeue_bytes: int = 0
     """Bytes of `requeues.jsonl` that were read."""
     queue: list[dict[str, Any]] = field(default_factory=list)
@@ -54,6 +54,11 @@ class AlertState(SinkState):
     """Channel -> when chatty alerts were queued in the last hour."""
     left_out: dict[str, int] = field(default_factory=dict)
     """Channel -> chatty alerts beyond the limit since the last one that was sent."""
+
+    def rewind(self, offset: int) -> None:
+        """Continue at this byte of a log that has lost its end: new incidents get the numbers of those it has lost."""
+        SinkState.rewind(self, offset)
+        self.newest_incident, self.topics = -1, {}
 
 
 class Delivery(NamedTuple):

@@ -104,6 +104,23 @@ def test_the_start_after_a_log_lost_its_end_is_alerted(
     assert lost in capfd.readouterr().err
 
 
+def test_an_incident_with_the_number_of_one_that_the_log_has_lost_is_alerted(
+    make_run: MakeRun, server: WebhookServer, started: RunStarted
+) -> None:
+    run, _ = make_run("big", **ON)
+    send_until_end(run, None)
+    append(run, started, skip(1))
+    left_bytes = run.events.stat().st_size
+    append(run, skip(2))
+    send_until_end(run, None)
+    os.truncate(run.events, left_bytes)
+    append(run, started, skip(1), skip(2))
+    num_before = len(titles(server))
+    assert send_until_end(run, Trainer(-1, left_bytes)) == 0
+    opened = [title for title in titles(server)[num_before:] if "opened" in title]
+    assert opened == ["[big] incident 2 opened: r"]
+
+
 def test_an_alert_waits_on_disk_for_its_server(
     make_run: MakeRun, server: WebhookServer, ended: RunEnded, capfd: pytest.CaptureFixture[str]
 ) -> None:
