@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from harness.config.alerts import AlertKind
 from harness.config.errors import EXIT_DONE, EXIT_HALTED, EXIT_INTERRUPTED
@@ -94,11 +95,11 @@ def _alerts_of_end(event: RunEnded) -> Iterator[Alert]:
             yield Alert(**at, kind=AlertKind.failed, message=message, topic=f"failed: {event.reason}")
 
 
-def render_alert(alert: Alert, *, run_dir: Path, host: str, base_url: str | None, num_left_out: int = 0) -> str:
-    """The text of an alert: run, what happened, where to look."""
+def render_alert(alert: Alert, *, run_dir: Path, host: str, link: str, num_left_out: int = 0) -> str:
+    """The text of an alert: run, what happened, where to look. `link`: to the post-mortem."""
     lines = [f"[{run_dir.name}] {alert.message}", f"iteration {alert.iteration}, {host}:{run_dir}"]
     if alert.incident:
-        lines.append(f"post-mortem: {postmortem_link(alert.incident, run_dir=run_dir, base_url=base_url)}")
+        lines.append(f"post-mortem: {link}")
     if num_left_out:
         lines.append(f"{num_left_out} earlier alerts about incidents and actions were not sent (limit per hour)")
     return sendable("\n".join(lines))
@@ -109,7 +110,13 @@ def sendable(text: str) -> str:
     return text.encode(errors="replace").decode().replace("\0", "?")
 
 
-def postmortem_link(incident: int, *, run_dir: Path, base_url: str | None) -> str:
-    """URL or path of the post-mortem of an incident. It is written a few steps after the first action."""
+def postmortem_link(incident: int, *, run_dir: Path, base_url: str | None, in_sweep: bool = False) -> str:
+    """URL or path of the post-mortem of an incident. It is written a few steps after the first action.
+
+    `base_url` is the address of the directory that holds the runs and, one level above their jobs, the sweeps.
+    """
     page = f"incidents/{incident:03d}/postmortem"
-    return f"{run_dir / page}.md" if base_url is None else f"{base_url.rstrip('/')}/{run_dir.name}/{page}.html"
+    if base_url is None:
+        return f"{run_dir / page}.md"
+    names = run_dir.parts[-2 if in_sweep else -1 :]
+    return "/".join([base_url.rstrip("/"), *(quote(name, safe="") for name in names), f"{page}.html"])

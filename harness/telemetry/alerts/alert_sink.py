@@ -25,6 +25,7 @@ from harness.telemetry.alerts.outbox import EXPIRES_S, WAIT_S, AlertState, Outbo
 from harness.telemetry.alerts.stall_watch import StallWatch
 from harness.telemetry.event_log import Chunk, last_iteration, log_size, read_chunk
 from harness.telemetry.rank_progress import HangLimits
+from harness.telemetry.sinks import parent_run
 from harness.telemetry.sinks.sink import SinkKind, configuration, load_sink_state, save_state
 from harness.telemetry.sinks.sink_log import log
 from harness.telemetry.sinks.trainer_watch import Trainer
@@ -108,16 +109,18 @@ class AlertSink:
             log(f"alerts: {problem}")
 
     def _deliver(self, channel: ChannelKind, alert: Alert, num_left_out: int) -> None:
-        place: dict[str, Any] = {"run_dir": self._run.path, "base_url": self._cfg.base_url}
+        run_dir = self._run.path
+        in_sweep = parent_run.is_sweep(RunDir(run_dir.parent))
+        link = postmortem_link(alert.incident, run_dir=run_dir, base_url=self._cfg.base_url, in_sweep=in_sweep)
         fields = {
             "kind": str(alert.kind),
-            "run": self._run.path.name,
-            "run_dir": str(self._run.path),
+            "run": run_dir.name,
+            "run_dir": str(run_dir),
             "iteration": alert.iteration,
             "time": alert.time,
             "incident": alert.incident,
-            "postmortem": postmortem_link(alert.incident, **place) if alert.incident else "",
-            "text": render_alert(alert, host=gethostname(), num_left_out=num_left_out, **place),
+            "postmortem": link if alert.incident else "",
+            "text": render_alert(alert, run_dir=run_dir, host=gethostname(), link=link, num_left_out=num_left_out),
         }
         deliver(channel, self._cfg, fields)
 

@@ -10,7 +10,7 @@ import pytest
 
 from harness.config.alerts import AlertKind
 from harness.core.events import Action, ActionKind, EndCause, Event, Incident, RunEnded, RunRestarted
-from harness.telemetry.alerts.alert import HANG_TOPIC, Alert, alerts_of, render_alert
+from harness.telemetry.alerts.alert import HANG_TOPIC, Alert, alerts_of, postmortem_link, render_alert
 from harness.telemetry.rank_progress import RankProgress
 from tests.telemetry.alerts.test_stall_watch import BEAT
 
@@ -103,15 +103,30 @@ def test_the_text_names_run_place_and_post_mortem() -> None:
     )
     (alert,) = alerts_of(incident, newest_incident=3)
     run_dir = Path("/data/runs/big")
-    assert render_alert(alert, run_dir=run_dir, host="n1", base_url=None, num_left_out=2).splitlines() == [
+    link = postmortem_link(3, run_dir=run_dir, base_url=None)
+    assert render_alert(alert, run_dir=run_dir, host="n1", link=link, num_left_out=2).splitlines() == [
         "[big] incident 3 ended: loss_spike from iteration 5: cured",
         "iteration 7, n1:/data/runs/big",
         "post-mortem: /data/runs/big/incidents/003/postmortem.md",
         "2 earlier alerts about incidents and actions were not sent (limit per hour)",
     ]
-    linked = render_alert(alert, run_dir=run_dir, host="n1", base_url="https://files.example/runs/")
-    assert linked.endswith("post-mortem: https://files.example/runs/big/incidents/003/postmortem.html")
     odd = replace(alert, message="größer: a\0b \udcff")
-    assert render_alert(odd, run_dir=run_dir, host="n1", base_url=None).splitlines()[0] == "[big] größer: a?b ?"
+    assert render_alert(odd, run_dir=run_dir, host="n1", link=link).splitlines()[0] == "[big] größer: a?b ?"
     plain = Alert(kind=AlertKind.failed, **AT, message="gone", topic="gone")
-    assert "post-mortem" not in render_alert(plain, run_dir=run_dir, host="n1", base_url=None)
+    assert "post-mortem" not in render_alert(plain, run_dir=run_dir, host="n1", link=link)
+
+
+@pytest.mark.parametrize(
+    ("name", "in_sweep", "page"),
+    [
+        ("big", False, "big"),
+        ("lr 3e-4 #2", False, "lr%203e-4%20%232"),
+        ("many/lr=1", True, "many/lr%3D1"),
+    ],
+)
+def test_a_link_is_the_address_of_the_post_mortem_below_the_served_directory(
+    name: str, page: str, *, in_sweep: bool
+) -> None:
+    base_url = "https://files.example/runs/"
+    link = postmortem_link(3, run_dir=Path("/data/runs") / name, base_url=base_url, in_sweep=in_sweep)
+    assert link == f"https://files.example/runs/{page}/incidents/003/postmortem.html"

@@ -21,6 +21,7 @@ from harness.core.rundir import RunDir
 from harness.telemetry.alerts.alert_sink import AlertSink
 from harness.telemetry.event_log import read_chunk
 from harness.telemetry.sinks.feeder import send_until_end
+from harness.telemetry.sinks.parent_run import SWEEP_FILE
 from harness.telemetry.sinks.sink import SinkKind, progress_file
 from harness.telemetry.sinks.sink_process import SinkProcess
 from harness.telemetry.sinks.trainer_watch import Trainer
@@ -213,6 +214,16 @@ def test_a_machine_that_fails_slurms_health_check_is_alerted(make_run: MakeRun, 
         sink.poll()
     expected = "[big] machine node7 failed the health check of job 71: GPU 3: uncorrectable ECC errors"
     assert titles(server) == [expected]
+
+
+def test_a_link_of_a_job_contains_its_sweep(make_run: MakeRun, server: WebhookServer) -> None:
+    run, _ = make_run("job-1", **ON, **{"alerts.base_url": "https://files.example/runs"})
+    (run.path.parent / SWEEP_FILE).write_text("jobs: []\n")
+    send_until_end(run, None)
+    append(run, skip(2))
+    assert send_until_end(run, None) == 0
+    page = f"{run.path.parent.name}/job-1/incidents/002/postmortem.html"
+    assert server.texts[0].endswith(f"post-mortem: https://files.example/runs/{page}")
 
 
 def test_events_and_queue_are_stored_together(make_run: MakeRun, server: WebhookServer, ended: RunEnded) -> None:
