@@ -15,6 +15,7 @@ from typing import final
 
 import numpy as np
 
+from harness.config.errors import ConfigError
 from harness.data.batch_facts import RareBatchToken, fingerprint
 from harness.data.batches import Batches
 from harness.data.corpus.corpora import EmbeddedCorpus
@@ -132,12 +133,15 @@ def row_tokenizer(corpus: Corpus, origin: SampleOrigin) -> Tokenizer | None:
 
 @cache
 def tokenizer_beside(data: Path) -> Tokenizer | None:
-    """The tokenizer stored beside a token file."""
+    """The tokenizer stored beside a token file; None if there is none, or if another program made the file."""
     files = CorpusFiles(data.with_suffix(""))
     for path in (files.tokenizer, data.with_name("tokenizer.json")):
         if path.is_file():
             return JsonTokenizer(path, special_tokens=False)
-    meta = files.read_meta()
+    try:
+        meta = files.read_meta()
+    except ConfigError:  # training needs only the tokens and max_token of a report
+        return None
     return ByteTokenizer() if meta is not None and meta["options"]["tokenizer"] == {"kind": "bytes"} else None
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
-from harness.data.batch_view import quote_token
+from harness.data.batch_view import quote_token, tokenizer_beside
 from harness.data.prepare.tokenizer import ByteTokenizer
 
 
@@ -13,3 +16,8 @@ from harness.data.prepare.tokenizer import ByteTokenizer
 )
 def test_a_token_is_escaped_once(token: int, shown: str) -> None:
     assert quote_token(ByteTokenizer().spell(token)) == shown
+
+
+def test_a_report_of_another_program_gives_no_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "a.meta.json").write_text(json.dumps({"tokens": 9, "max_token": 3}))
+    assert tokenizer_beside(tmp_path / "a.bin") is None
