@@ -25,6 +25,7 @@ from harness.analysis.postmortem.verification import (
     verification_of,
 )
 from harness.analysis.postmortem.write import complete_evidence
+from harness.config.command_line import shell_command
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError, require
 from harness.core.events import StepRecord
 from harness.core.rundir import RunDir
@@ -35,6 +36,7 @@ DESCRIPTION = """\
 Check the criteria of an incident's post-mortem: the smoothed loss stays at its pre-spike level, the guilty step has an
 ordinary loss, and gradient norms around it are ordinary before and after clipping. Without --rerun and --log the log of
 RUN itself is checked if it continued past the incident; else RUN is trained again with its seed and the remedy.
+A run of Slurm or Kubernetes is not trained again on this machine: the command for it is printed.
 
 exit code: 0 all criteria hold, 1 one does not, 2 bad input or a rejected repetition, 75 the repetition was interrupted
 (run the command again)
@@ -104,9 +106,11 @@ def train_again(wanted: Verification, evidence: Evidence) -> int:
     if evidence.first_weights:
         reason = f"it began with {evidence.first_weights}, not with the weights of its seed"
     require(bool(wanted.train), evidence.run.path, f"{reason}; train it again by hand and pass --log")
-    is_local = evidence.run.settings.get("launch.kind", "local") == "local"
-    ranks = [f"launch.nproc={evidence.run.world_size}"] if is_local else []
-    return train.main([*wanted.train, *ranks])
+    kind = evidence.run.settings.get("launch.kind", "local")
+    command = shell_command("harness", "train", *wanted.train, f"launch={kind}")
+    message = f"it was not trained on this machine; run `{command}` with its other keys of launch, and pass --log"
+    require(kind == "local", evidence.run.path, message)
+    return train.main([*wanted.train, f"launch.nproc={evidence.run.world_size}"])
 
 
 def check_log_of(run: RunDir, wanted: Verification) -> list[CheckedCriterion]:

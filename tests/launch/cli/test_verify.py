@@ -139,6 +139,18 @@ def test_a_run_with_the_default_configuration_is_trained_again(tmp_path: Path, m
     assert arguments[:3] == ["train.num_steps=200", f"run.dir={tmp_path}", "run.name=verify-run-001"]
 
 
+def test_a_run_of_slurm_is_not_trained_again_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "main", lambda _: pytest.fail("must not train"))
+    settings = compose.to_yaml(compose.load(["run.name=run", "launch=slurm"]))
+    run = write(tmp_path / "run", stories.poisoned(), settings)
+    assert main(["verify", str(run.path), "--incident", "1", "--rerun"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"harness: {run.path}: it was not trained on this machine; run `harness train optim.clip_")
+    assert error.endswith(" launch=slurm` with its other keys of launch, and pass --log\n")
+
+
 def test_the_log_of_a_rejected_repetition_is_not_judged(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
