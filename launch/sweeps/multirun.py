@@ -107,8 +107,10 @@ def remove_hydra_output(directory: Path, created: Sequence[Path] = ()) -> None:
 def run_missing_jobs(directory: Path, sweep: Sweep, cfgs: dict[str, Config]) -> int:
     """Run the pending jobs; returns the worst exit code of the accepted jobs."""
     first = next(iter(cfgs.values())).launch
-    if first.dry_run and (pending := select_pending(cfgs, find_job_states(directory, cfgs))):
-        print(render_slurm_array(pending, directory), end="")
+    if first.dry_run:
+        states = find_job_states(directory, cfgs)
+        pending = select_pending(cfgs, states)
+        print(render_slurm_array(pending, directory) if pending else f"{render_opening(directory, states)}\n", end="")
         return EXIT_DONE
     with scheduler.lock_sweep(directory) as lock:
         states = find_job_states(directory, cfgs)  # read under the lock: another launcher may have submitted jobs
