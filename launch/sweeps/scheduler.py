@@ -61,14 +61,15 @@ def split_machine(cfgs: Sequence[Config], *, num_cores: int, gpus: Sequence[str]
     if not cfgs:
         return []
     ranks = max(ranks_of_job(cfg, gpus) for cfg in cfgs)
+    num_gpus = max(-(-ranks_of_job(cfg, gpus) // cfg.launch.ranks_per_gpu) for cfg in cfgs)
     on_gpus = bool(gpus) and any(cfg.parallel.device is not DeviceKind.cpu for cfg in cfgs)
     threads = max(cfg.launch.threads or 1 for cfg in cfgs)
-    fitting = len(gpus) // ranks if on_gpus else num_cores // (ranks * threads)
+    fitting = len(gpus) // num_gpus if on_gpus else num_cores // (ranks * threads)
     at_once = min(cfgs[0].launch.at_once or max(1, fitting), len(cfgs))
     share = max(1, num_cores // (at_once * ranks))
-    if not on_gpus or ranks > len(gpus):
+    if not on_gpus or num_gpus > len(gpus):
         return [ResourceSlot(threads=share)] * at_once
-    parts = [tuple(gpus[first : first + ranks]) for first in range(0, len(gpus) - ranks + 1, ranks)]
+    parts = [tuple(gpus[first : first + num_gpus]) for first in range(0, len(gpus) - num_gpus + 1, num_gpus)]
     return [ResourceSlot(threads=share, gpus=parts[place % len(parts)]) for place in range(at_once)]
 
 

@@ -248,6 +248,8 @@ def test_cores_are_divided(overrides: list[str], num_cores: int, gpus: list[str]
     [
         (["launch.nproc=4"], GPUS, ["0,1,2,3", "4,5,6,7"]),
         (["launch.nproc=3"], GPUS, ["0,1,2", "3,4,5"]),
+        (["launch.nproc=4", "launch.ranks_per_gpu=2"], GPUS[:4], ["0,1", "2,3"]),
+        (["launch.nproc=8", "launch.ranks_per_gpu=8"], GPUS[:2], ["0", "1"]),
         (["launch.nproc=null"], GPUS, ["0,1,2,3,4,5,6,7"]),
         (["launch.nproc=8", "launch.at_once=2"], GPUS, ["0,1,2,3,4,5,6,7"] * 2),
         (["launch.nproc=1"], ["GPU-a", "GPU-b"], ["GPU-a", "GPU-b"]),
@@ -372,6 +374,14 @@ def test_a_slurm_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         "  report  harness sweep report 'runs/it is'",
         "  cancel  scancel 7",
     ]
+
+
+def test_a_dry_run_with_nothing_left_to_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = config("launch=slurm", "launch.dry_run=true", "optim.lr=1")
+    write_log(RunDir(tmp_path / "s" / "optim.lr=1"), 0, step=cfg.train.num_steps)
+    assert multirun.run_sweep(tmp_path / "s", [compose_job(cfg, optim__lr="1")], []) == 0
+    assert capsys.readouterr().out == f"sweep {tmp_path}/s: 0 of 1 jobs to run, 1 finished before\n"
+    assert [path.name for path in (tmp_path / "s").iterdir()] == ["optim.lr=1"]
 
 
 def test_a_job_that_another_process_runs_does_not_stop_the_others(
