@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
@@ -271,7 +271,8 @@ class IndexedWriter:
 
     def discard(self) -> None:
         """Delete what was written."""
-        self._data.close()
+        with suppress(OSError):  # a full disk does not take what is still to be written
+            self._data.close()
         for ending in (".bin", ".idx"):
             self._temporary(ending).unlink(missing_ok=True)
 
@@ -281,10 +282,14 @@ class IndexedWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is None:
-            self.close()
-        else:
+        if error is not None:
             self.discard()
+            return
+        try:
+            self.close()
+        except OSError:
+            self.discard()
+            raise
 
     def _named(self, ending: str) -> Path:
         return self._prefix.with_name(self._prefix.name + ending)

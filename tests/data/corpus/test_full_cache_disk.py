@@ -58,6 +58,16 @@ def test_a_block_that_was_written_in_part_is_never_read(tmp_path: Path) -> None:
     assert corpus.sample(sample).tolist() == tokens[sample * LENGTH :][: LENGTH + 1].tolist(), "with room again"
 
 
+def test_a_corpus_that_could_not_be_written_leaves_no_file(tmp_path: Path) -> None:
+    with (
+        largest_file(1000),
+        pytest.raises(OSError, match="too large"),
+        IndexedWriter(tmp_path / "a", np.dtype(np.uint16)) as writer,
+    ):
+        writer.add(np.zeros(1000, dtype=np.uint16))  # buffered until the end
+    assert list(tmp_path.iterdir()) == []
+
+
 def require_on_a_full_disk(url: str, cache: Path) -> None:
     """In a process of its own: fetch the first block, fill the disk, and ask for a block whose hash is in another page
     of the file of hashes."""
