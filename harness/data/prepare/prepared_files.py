@@ -17,6 +17,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -30,7 +31,8 @@ from harness.data.prepare.parts import part_paths
 from harness.data.prepare.streamed import STREAMED, StreamedDataset, render_description
 
 VERSION = 1
-DIFFERS = "exists and differs in {}; choose another --output, or remove it"
+OUTPUTS = (".bin", ".idx", ".counts.npy", ".tokenizer.json", ".meta.json")
+DIFFERS = f"exists and differs in {{}}; choose another --output, or remove this corpus ({', '.join(OUTPUTS)})"
 
 
 def sha256_of(path: Path) -> str:
@@ -160,7 +162,8 @@ class CorpusFiles:
         """Raise if an output file exists that no earlier job of this command wrote."""
         if not self.begun.exists() and not self.meta.exists():
             for path in (self.data, self.index, self.counts, self.tokenizer):
-                message = "exists and was not written by harness data prepare; choose another --output"
+                message = f"exists, and no {self.meta.name} says that harness data prepare wrote it"
+                message = f"{message}; choose another --output, or remove it"
                 require(not path.exists(), str(path), message)
 
     def write_description(self, dataset: StreamedDataset) -> Path:
@@ -190,7 +193,9 @@ class CorpusFiles:
         with path.open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+                if not os.path.samestat(os.fstat(file.fileno()), path.stat()):  # its former holder has removed it
+                    raise BlockingIOError
+            except (BlockingIOError, FileNotFoundError):
                 raise ConfigError("--output", f"{self.prefix} is being written by another process") from None
             except OSError:
                 pass

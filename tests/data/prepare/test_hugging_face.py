@@ -139,7 +139,7 @@ def test_the_description_of_a_dataset_replaces_nothing(tmp_path: Path) -> None:
     assert path.read_bytes() == before
     files.meta.unlink()
     files.data.write_bytes(b"precious")
-    with pytest.raises(ConfigError, match=r"out\.bin: exists and was not written by"):
+    with pytest.raises(ConfigError, match=r"out\.bin: exists, and no out\.meta\.json says"):
         files.write_description(replace(dataset, revision="2"))
     assert path.read_bytes() == before
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import json
 import os
@@ -271,7 +272,9 @@ def test_finished_corpus_is_reused_and_other_options_are_rejected(tokenizer_file
         make([source], tmp_path / "out")
     assert contents(tmp_path / "out") == before
     (tmp_path / "foreign.bin").write_bytes(b"precious")
-    with pytest.raises(ConfigError, match=r"foreign.bin: exists and was not written by"):
+    with pytest.raises(
+        ConfigError, match=r"foreign.bin: exists, and no foreign.meta.json says that .* wrote it; choose another"
+    ):
         make([source], tmp_path / "foreign")
     assert (tmp_path / "foreign.bin").read_bytes() == b"precious"
     assert not list(tmp_path.glob("*.part*"))
@@ -287,6 +290,21 @@ def test_only_parts_are_deleted(tmp_path: Path) -> None:
     assert set(part_paths(files.prefix)) == set(parts)
     files.clean()
     assert {path.name for path in tmp_path.iterdir()} == set(others)
+
+
+def test_a_lock_file_that_its_holder_has_removed_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, lock = CorpusFiles(tmp_path / "out"), fcntl.flock
+
+    def lock_late(file: Any, operation: int) -> None:
+        """The holder before ends between the opening and the locking of the file; a third process makes a new one."""
+        (tmp_path / ".out.lock").unlink()
+        (tmp_path / ".out.lock").touch()
+        lock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock_late)
+    with pytest.raises(ConfigError, match="is being written by another process"), files.lock():
+        pass
+    assert (tmp_path / ".out.lock").exists(), "that of the other process"
 
 
 def tokenize_job(output: Path, source: Path) -> TokenizeJob:
