@@ -66,7 +66,7 @@ def write_page(run: RunDir, out: Path) -> Path:
     from harness.analysis.dashboard.page import render
     from harness.analysis.dashboard.page_data import page_data
 
-    write_text(out, render(page_data(run, read_story(run), now_s=time.time())))
+    write_text(out, render(page_data(run, read_story(run), now_s=time.time(), out=out)))
     return out
 
 

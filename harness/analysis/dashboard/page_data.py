@@ -7,8 +7,10 @@ The data is text, numbers and lists; the page only lays it out. `page_data` adds
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
@@ -48,9 +50,11 @@ NOTE = (
 )
 
 
-def page_data(run: RunDir, story: Story, *, now_s: float, live: bool = False) -> dict[str, Any]:
-    """All data of a page."""
-    facts = facts_of(run, story, now_s=now_s)
+def page_data(
+    run: RunDir, story: Story, *, now_s: float, live: bool = False, out: Path | None = None
+) -> dict[str, Any]:
+    """All data of a page; `out` is its file if it is not in the run directory."""
+    facts = facts_of(run, story, now_s=now_s, prefix="" if out is None else link_prefix(run, out))
     return {"live": live, "facts": facts, "setup": setup_facts(run)} | tables(story, first={})
 
 
@@ -68,12 +72,18 @@ def table_data(table: ColumnTable, first: int) -> dict[str, Any]:
     return pack_table(thinned) | {"total": len(table)}
 
 
-def facts_of(run: RunDir, story: Story, *, now_s: float) -> dict[str, Any]:
-    """State of the run, its incidents, its goodput and the marks of its timeline."""
+def link_prefix(run: RunDir, out: Path) -> str:
+    """What links to files of the run begin with on a page in another directory."""
+    path = os.path.relpath(run.path.resolve(), out.resolve().parent)
+    return "" if path == "." else f"{quote(path)}/"
+
+
+def facts_of(run: RunDir, story: Story, *, now_s: float, prefix: str = "") -> dict[str, Any]:
+    """State of the run, its incidents, its goodput and the marks of its timeline; links begin with `prefix`."""
     goodput = story.accounts.total()
     summaries = summarize_incidents(run, story)
     incidents = [
-        incident_facts(run, incident, summaries.get(number), state=story.incidents.state_of(number))
+        incident_facts(run, incident, summaries.get(number), state=story.incidents.state_of(number), prefix=prefix)
         for number, incident in story.incidents.by_number.items()
     ]
     num_open = story.incidents.num_open
@@ -245,7 +255,9 @@ def cause_facts(goodput: Goodput) -> list[dict[str, Any]]:
     ]
 
 
-def incident_facts(run: RunDir, story: IncidentStory, summary: IncidentSummary | None, *, state: str) -> dict[str, Any]:
+def incident_facts(
+    run: RunDir, story: IncidentStory, summary: IncidentSummary | None, *, state: str, prefix: str
+) -> dict[str, Any]:
     """One incident; losses and cost are those of its post-mortem."""
     cost, numbers = (Cost(), IncidentNumbers()) if summary is None else (summary.cost, summary.numbers)
     folder = incident_folder(story.number)
@@ -270,8 +282,8 @@ def incident_facts(run: RunDir, story: IncidentStory, summary: IncidentSummary |
         "cost": cost_text(cost),
         "findings": [[f"{found.iteration:,}", f"{found.kind}: {found.message}"] for found in story.findings],
         "actions": [[f"{taken.iteration:,}", taken.kind, taken.reason, outcome_text(taken)] for taken in story.actions],
-        "links": [[name, f"{folder}/{name}"] for name in names],
-        "postmortem": to_html(text, folder=folder) if text else "",
+        "links": [[name, f"{prefix}{folder}/{name}"] for name in names],
+        "postmortem": to_html(text, folder=f"{prefix}{folder}") if text else "",
     }
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from launch.cli.main import main
 from tests.analysis.dashboard.logs import BEGUN, long_run, record
+from tests.analysis.postmortem import stories
 from tests.privileges import obeying_modes
 
 ROOT = Path(__file__).parents[3]
@@ -33,6 +34,17 @@ def test_the_page_is_written_completely(run: Path, capsys: pytest.CaptureFixture
     assert not list(run.glob(".*"))
     assert main(["dashboard", str(run), "--output", str(run / "elsewhere.html")]) == 0
     assert (run / "elsewhere.html").exists()
+
+
+def test_a_page_elsewhere_links_to_the_incidents_of_the_run(tmp_path: Path) -> None:
+    run = stories.write(tmp_path / "runs" / "lr=1 #2", stories.poisoned())
+    post_mortem = run.incidents / "001" / "postmortem.md"
+    post_mortem.parent.mkdir(parents=True)
+    post_mortem.write_text("# Incident")
+    assert main(["dashboard", str(run.path), "--output", str(tmp_path / "page.html")]) == 0
+    assert '"runs/lr%3D1%20%232/incidents/001/postmortem.md"' in (tmp_path / "page.html").read_text()
+    assert main(["dashboard", str(run.path)]) == 0
+    assert '"incidents/001/postmortem.md"' in run.dashboard.read_text()
 
 
 def test_watch_without_a_terminal_prints_once(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
