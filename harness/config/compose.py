@@ -32,6 +32,9 @@ T = TypeVar("T")
 
 NUMBER_OR_BOOLEAN = re.compile(r"[-+.\d]|(true|false|inf|nan)$", re.IGNORECASE)
 """How the text of an override begins that Hydra may read as a number or a boolean."""
+MOST_COUNT = 2**53
+"""Largest integer of a configuration: readers of JSON may round larger ones, and indices of batches must fit in int64
+with room for sums."""
 PLAIN_LIST = re.compile(r"\[([^\[\]{}()'\"\\$]+)\]")
 """A list of values without quotes or brackets of their own."""
 FAST_DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
@@ -49,16 +52,32 @@ def validate(tree: Any) -> Config:
     except MissingMandatoryValue as error:
         raise ConfigError(error.full_key or "", "has no value") from None
     assert isinstance(cfg, Config)
-    require_finite(cfg)
+    require_numbers(cfg)
     if is_typed:  # a file of an earlier version may hold credentials and can still be read
         require_no_credentials(cfg.telemetry.tracking_uri)
     return cfg
 
 
-def require_finite(cfg: Config) -> None:
-    """Reject infinity and NaN, which YAML knows."""
-    for key, value in flat(plain(cfg)).items():
+def require_numbers(cfg: Config) -> None:
+    """Reject infinity and NaN, which YAML knows, and counts and batch indices that are too large to be meant. Seeds
+    have a limit of their own."""
+    for key, value in leaves(plain(cfg)):
         require(not isinstance(value, float) or math.isfinite(value), key, f"must be finite, got {value}")
+        is_moderate = not isinstance(value, int) or value <= MOST_COUNT or key.endswith("seed")
+        require(is_moderate, key, f"must be at most 2**53, got {value}")
+
+
+def leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of every single value below a node of plain data, also of items of lists."""
+    match node:
+        case dict():
+            for name, child in node.items():
+                yield from leaves(child, f"{key}.{name}".lstrip("."))
+        case list():
+            for number, child in enumerate(node):
+                yield from leaves(child, f"{key}[{number}]")
+        case _:
+            yield key, node
 
 
 @cache
@@ -81,7 +100,7 @@ def usual_warmup(num_steps: int) -> int:
 def load(overrides: Sequence[str] = ()) -> Config:
     """Compose the default configuration with `overrides`, like the Hydra command line."""
     if not overrides and (cfg := read_default()):
-        require_finite(cfg)
+        require_numbers(cfg)
         require_no_credentials(cfg.telemetry.tracking_uri)
         return cfg
     try:
@@ -152,7 +171,7 @@ def read(path: Path) -> Config:
     tree = read_tree(path)
     cfg = build_plain(tree)
     if cfg is not None:
-        require_finite(cfg)
+        require_numbers(cfg)
         return cfg
     from omegaconf import OmegaConf
 

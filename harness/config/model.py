@@ -7,6 +7,9 @@ from enum import StrEnum
 
 from harness.config.errors import require, require_positive_fp32
 
+MOST_LAYERS = 10_000
+"""Building and planning a model take a time in proportion to its blocks."""
+
 
 class AttentionKind(StrEnum):
     """Numerics of the attention kernel."""
@@ -88,6 +91,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "loss_chunk_tokens"):
             require(getattr(self, name) >= 1, f"model.{name}", f"must be at least 1, got {getattr(self, name)}")
+        message = f"must be at most {MOST_LAYERS:,}, got {self.num_layers:,}"
+        require(self.num_layers <= MOST_LAYERS, "model.num_layers", message)
         require(
             self.dim % self.num_heads == 0, "model.num_heads", f"must divide model.dim={self.dim}, got {self.num_heads}"
         )

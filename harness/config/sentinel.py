@@ -7,6 +7,11 @@ from enum import StrEnum
 
 from harness.config.errors import require
 
+MOST_LAG = 10_000
+"""Every step of the lag has a buffer of its own in host memory."""
+MOST_HELD_OUT_ROWS = 100_000
+"""Their places in the held-out data are computed at once."""
+
 
 @dataclass(slots=True, kw_only=True)
 class DetectConfig:
@@ -242,8 +247,10 @@ class SentinelConfig:
     detect: DetectConfig
 
     def __post_init__(self) -> None:
-        require(self.lag >= 0, "sentinel.lag", f"must be 0 or more, got {self.lag}")
-        for name in ("held_out_rows", "planned_batches"):
-            require(getattr(self, name) >= 0, f"sentinel.{name}", f"must be 0 or more, got {getattr(self, name)}")
+        require(0 <= self.lag <= MOST_LAG, "sentinel.lag", f"must be from 0 to {MOST_LAG:,}, got {self.lag:,}")
+        message = f"must be from 0 to {MOST_HELD_OUT_ROWS:,}, got {self.held_out_rows:,}"
+        require(0 <= self.held_out_rows <= MOST_HELD_OUT_ROWS, "sentinel.held_out_rows", message)
+        valid = self.planned_batches >= 0
+        require(valid, "sentinel.planned_batches", f"must be 0 or more, got {self.planned_batches}")
         for name in ("probe_every", "halt_after_refused"):
             require(getattr(self, name) >= 1, f"sentinel.{name}", f"must be at least 1, got {getattr(self, name)}")

@@ -9,6 +9,8 @@ from harness.config.alerts import AlertsConfig
 from harness.config.errors import require
 
 LEAST_SYSTEM_EVERY_S = 0.1
+MOST_SYSTEM_EVERY_S = 1e8
+"""The longest waits of a thread are not much longer."""
 
 
 class WandbMode(StrEnum):
@@ -92,7 +94,8 @@ class TelemetryConfig:
     def __post_init__(self) -> None:
         require(self.exit_wait_s >= 0, "telemetry.exit_wait_s", f"must be 0 or more, got {self.exit_wait_s}")
         require(self.replay_s >= 0, "telemetry.replay_s", f"must be 0 or more, got {self.replay_s}")
-        message = f"must be 0 (no samples) or at least {LEAST_SYSTEM_EVERY_S:g}, got {self.system_every_s}"
-        sampled_s = self.system_every_s
-        require(sampled_s == 0 or sampled_s >= LEAST_SYSTEM_EVERY_S, "telemetry.system_every_s", message)
+        least, most = LEAST_SYSTEM_EVERY_S, MOST_SYSTEM_EVERY_S
+        message = f"must be 0 (no samples) or from {least:g} to {most:g}, got {self.system_every_s:g}"
+        is_valid = self.system_every_s == 0 or least <= self.system_every_s <= most
+        require(is_valid, "telemetry.system_every_s", message)
         require(bool(self.experiment), "telemetry.experiment", "must not be empty")

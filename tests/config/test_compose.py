@@ -156,6 +156,30 @@ def test_overrides_win_over_the_settings_of_a_size() -> None:
             (f"{key}=1e-39", f"{key}: must be at least 1.18e-38, because the device holds it in fp32, got 1e-39")
             for key in ("optim.lr", "optim.eps", "optim.clip_norm", "optim.clip_value", "optim.qk_clip")
         ),
+        *(
+            (f"{key}={10**20}", f"{key}: must be at most 2**53, got {10**20}")
+            for key in ("data.synthetic.num_samples", "model.loss_chunk_tokens", "profile.at_step", "checkpoint.keep")
+        ),
+        (
+            f"train.batch_size_warmup=[{{until_batch: {2**53 + 1}, batch_size: 4}}]",
+            f"train.batch_size_warmup[0].until_batch: must be at most 2**53, got {2**53 + 1}",
+        ),
+        (
+            f"data.phases=[{{from_batch: {2**53 + 1}, weights: {{main: 1}}}}]",
+            f"data.phases[0].from_batch: must be at most 2**53, got {2**53 + 1}",
+        ),
+        ("model.num_layers=1000000000", "model.num_layers: must be at most 10,000, got 1,000,000,000"),
+        ("sentinel.lag=1000000000", "sentinel.lag: must be from 0 to 10,000, got 1,000,000,000"),
+        ("sentinel.held_out_rows=10000000", "sentinel.held_out_rows: must be from 0 to 100,000, got 10,000,000"),
+        ("sentinel.lag=-1", "sentinel.lag: must be from 0 to 10,000, got -1"),
+        (
+            "telemetry.system_every_s=1e11",
+            "telemetry.system_every_s: must be 0 (no samples) or from 0.1 to 1e+08, got 1",
+        ),
+        (
+            "telemetry.system_every_s=0.05",
+            "telemetry.system_every_s: must be 0 (no samples) or from 0.1 to 1e+08, got 0",
+        ),
         ("optim.qk_clip=0", "optim.qk_clip: must be positive, or null for no clipping of logits, got 0.0"),
         ("model.norm_eps=1e-60", "model.norm_eps: must be at least 1.18e-38, because the device holds it in fp32, got"),
         ("run.name=a/b", "run.name: must be a directory name without / that does not start with a dot, got 'a/b'"),
