@@ -320,14 +320,16 @@ def test_a_pause_holds_when_the_ranks_start_again_inside_the_job(ranks: Pool, tm
     again = partial(run_with_orders, when_paused=resume, case=restart_worker_with_orders)
     resumed = again(ranks, tmp_path, "victim", {}, "train.num_steps=8")
     (*_, start) = [place for place, event in enumerate(resumed.log) if isinstance(event, RunStarted)]
-    later = [event for event in resumed.log[start:] if isinstance(event, Intervention | StepRecord)]
+    begun = resumed.log[start]
+    assert isinstance(begun, RunStarted)
+    later: list[Event] = [event for event in resumed.log[start:] if isinstance(event, Intervention | StepRecord)]
     kept, goes_on = later[:2]
     assert isinstance(kept, Intervention)
     assert (kept.changes["command"], kept.who, kept.reason) == ("pause", WHO, WHY)
     assert isinstance(goes_on, Intervention)
     assert goes_on.changes["command"] == "resume"
     steps = [record.step for record in events_of(StepRecord, later)]
-    assert steps == [*range(resumed.log[start].step + 1, 9)]
+    assert steps == [*range(begun.step + 1, 9)]
     assert resumed.result.code == 0
 
 

@@ -544,10 +544,10 @@ def test_a_run_that_starts_again_accepts_commands(run: RunDir, capsys: pytest.Ca
         for name in ("pause", "stop"):
             assert ctl.main([str(run.path), name, *REASON]) == 0
             assert capsys.readouterr() == (f"asked {run.path} to {name}\n", "")
-        for num_beats, code in [(0, 0), (2, 2)]:  # not yet in the loop; at its end
+        for num_beats, exit_code in [(0, 0), (2, 2)]:  # not yet in the loop; at its end
             with patch("os.getpid", return_value=start.pid), Heartbeat(run, rank=0, world_size=1, num_steps=9) as beat:
                 for _ in range(num_beats):
                     beat.beat(RunState())
-            assert ctl.main([str(run.path), "pause", *REASON]) == code
+            assert ctl.main([str(run.path), "pause", *REASON]) == exit_code
         start.kill()
     assert "has ended at step 5" in capsys.readouterr().err
