@@ -56,17 +56,24 @@ def harness(
 def test_help_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
     script = (
         "import sys\n"
-        "from launch.cli.main import main\n"
-        "assert main(['--help']) == 0\n"
-        "assert main(['fly']) == 2\n"
-        "names = ('train', 'drill', 'data', 'checkpoint', 'ctl', 'plan', 'sweep')\n"
-        "assert all(main([name, '--help']) == 0 for name in names)\n"
-        "assert not {'torch', 'hydra', 'omegaconf'} & set(sys.modules)\n"
-        "assert main(['train', '--cfg', 'job']) == 0\n"
-        "assert main(['train', 'optim.lr=-1']) == 2\n"
+        "from launch.cli.main import SUMMARIES, main\n"
+        "def code_of(*arguments):\n"
+        "    try:\n"
+        "        return main(arguments)\n"
+        "    except SystemExit as end:\n"
+        "        return end.code\n"
+        "assert code_of('--help') == 0\n"
+        "assert code_of('fly') == 2\n"
+        "for name in SUMMARIES:\n"
+        "    assert code_of(name, '--help') == 0, name\n"
+        "    assert not {'torch', 'hydra', 'omegaconf'} & set(sys.modules), name\n"
+        "assert code_of('train', '--cfg', 'job') == 0\n"
+        "assert code_of('train', 'optim.lr=-1') == 2\n"
         "assert 'torch' not in sys.modules\n"
+        "print('the end')\n"
     )
-    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, capture_output=True)
+    ended = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout.splitlines()[-1]) == (0, "the end"), ended.stderr
     assert not list(tmp_path.iterdir())
 
 
