@@ -21,8 +21,12 @@ WORDS = {str: "a string", int: "an integer", float: "a number", bool: "true or f
 def require_shape(kind: Any, value: Any, key: str) -> None:
     """Raise `ConfigError` at the first value below `key` that is a list, a map or null where its type is another. A
     single value where a section belongs is left to OmegaConf."""
-    if isinstance(value, str) and any(mark in value for mark in UNRESOLVED):
+    if kind is Any or (isinstance(value, str) and any(mark in value for mark in UNRESOLVED)):
         return
+    if isinstance(kind, UnionType) and NoneType in get_args(kind):
+        if value is None:
+            return
+        kind, *_ = (each for each in get_args(kind) if each is not NoneType)
     origin = get_origin(kind)
     match value:
         case dict() if is_dataclass(kind):
@@ -50,11 +54,8 @@ def require_shape(kind: Any, value: Any, key: str) -> None:
 def _require_single(kind: Any, value: Any, key: str) -> None:
     """Raise `ConfigError` for a list, a map or null where one value belongs."""
     if value is None:
-        if NoneType not in get_args(kind):
-            raise ConfigError(key, "must not be null")
-        return
-    single = next(each for each in get_args(kind) if each is not NoneType) if isinstance(kind, UnionType) else kind
-    word = f"one of {', '.join(single.__members__)}" if isinstance(single, EnumMeta) else WORDS[single]
+        raise ConfigError(key, "must not be null")
+    word = f"one of {', '.join(kind.__members__)}" if isinstance(kind, EnumMeta) else WORDS[kind]
     raise ConfigError(key, f"must be {word}, got {value}")
 
 

@@ -20,6 +20,7 @@ from harness.config.plain_config import build_plain
 from harness.config.precision import LOSS_SCALES
 from harness.config.schema import Config
 from harness.config.usual_keys import USUAL_KEYS
+from harness.config.value_shapes import require_shape
 from harness.sentinel.policy.responses import LONGEST_OVERFLOW
 from tests import composed
 
@@ -343,6 +344,15 @@ def test_sources_are_added_and_turned_off_on_the_command_line() -> None:
 def test_a_close_key_is_suggested() -> None:
     with pytest.raises(ConfigError, match=r"did you mean warmup_steps\?$"):
         compose.load(["optim.warmup_step=1"])
+
+
+def test_a_section_of_any_values_takes_null_and_lists() -> None:
+    for value in (None, [1], {"a": [None]}, "text"):
+        require_shape(dict[str, Any], {"key": value}, "needs")
+    require_shape(list[str] | None, ["a"], "items")
+    require_shape(list[str] | None, None, "items")
+    with pytest.raises(ConfigError, match=r"^items\[0\]: must be a string, got \[\]$"):
+        require_shape(list[str] | None, [[]], "items")
 
 
 def test_errors_that_are_not_about_an_override_are_unchanged() -> None:
