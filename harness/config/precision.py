@@ -78,7 +78,7 @@ class PrecisionPhase:
     from_fraction: float | None = None
     """The same as a fraction of train.num_steps, above 0 and below 1; if set, it replaces from_batch."""
     kind: PrecisionKind
-    """bf16 or fp8."""
+    """bf16 and fp8 in turns; fp32 and fp16 are rejected."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,7 +86,8 @@ class PrecisionConfig:
     """Number formats and loss scaling."""
 
     kind: PrecisionKind
-    """Number format of the matmuls; master weights, moments and gradient reduction stay fp32."""
+    """Number format of the matmuls; master weights and gradient reduction stay fp32, and AdamW's moments have
+    optim.moment_dtype."""
     fp8: Fp8Config
     initial_loss_scale: float
     """fp16 only: loss scale of the first step, 1 to 2**64, also of the first in fp16 after another precision."""
