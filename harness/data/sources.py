@@ -13,7 +13,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from harness.config.errors import ConfigError, require
@@ -92,7 +91,7 @@ def require_rows(batches: Batches, stage: BatchSize) -> None:
         num_samples = max(stretch.num_samples for stretch in source.stretches)
         named = f" of {source.name}" if len(batches.sources) > 1 else ""
         message = f"must be at most the {num_samples} sequences{named} of training data, got {stage.batch_size}"
-        require(np.count_nonzero(rows == number) <= num_samples, "train.batch_size", message)
+        require(int((rows == number).sum()) <= num_samples, "train.batch_size", message)
 
 
 def open_sources(cfg: Config, record: DataRecord | None = None) -> tuple[list[Source], list[Source]]:
