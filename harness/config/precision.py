@@ -112,12 +112,17 @@ class PrecisionConfig:
         earlier, kind = 0, self.kind
         for number, phase in enumerate(self.phases):
             key, fraction = f"precision.phases[{number}]", phase.from_fraction
+            key_of_start = f"{key}.from_batch"
             if fraction is not None:
                 message = f"must be above 0 and below 1, got {fraction}"
                 require(0 < fraction < 1, f"{key}.from_fraction", message)
                 phase.from_batch = round(fraction * num_steps)
             message = f"must be above {earlier}, the start of the phase before, got {phase.from_batch}"
-            require(phase.from_batch > earlier, f"{key}.from_batch", message)
+            if fraction is not None:
+                key_of_start = f"{key}.from_fraction"
+                message = f"must give a batch above {earlier}, the start of the phase before; {fraction} of "
+                message += f"train.num_steps={num_steps} gives {phase.from_batch}"
+            require(phase.from_batch > earlier, key_of_start, message)
             valid = phase.kind in (PrecisionKind.bf16, PrecisionKind.fp8) and phase.kind is not kind
             other = PrecisionKind.bf16 if kind is PrecisionKind.fp8 else PrecisionKind.fp8
             message = f"must be {other}, because the phase before is in {kind}, got {phase.kind}"

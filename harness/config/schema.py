@@ -68,6 +68,8 @@ class Config:
             message = f"must be at least 256 for byte-level data (kind=embedded), got {model.vocab_size}"
             require(model.vocab_size >= 256, "model.vocab_size", message)
         if DataKind.synthetic in kinds:
+            message = f"must be at least 2 for synthetic data (kind=synthetic), got {model.vocab_size}"
+            require(model.vocab_size >= 2, "model.vocab_size", message)
             rare = self.data.synthetic.rare_tokens
             message = f"must be at most model.vocab_size - 2 ({model.vocab_size - 2}), got {rare}"
             require(rare <= model.vocab_size - 2, "data.synthetic.rare_tokens", message)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
 from harness.config.errors import require
@@ -109,11 +109,6 @@ class BudgetConfig:
     per_run: int
     """Actions allowed in the whole run."""
 
-    def __post_init__(self) -> None:
-        for name in ("per_window", "per_run"):
-            value = getattr(self, name)
-            require(value >= 0, f"sentinel.policy.budgets.*.{name}", f"must be 0 (never) or more, got {value}")
-
 
 @dataclass(slots=True, kw_only=True)
 class BudgetsConfig:
@@ -129,6 +124,13 @@ class BudgetsConfig:
     precision: BudgetConfig
     check: BudgetConfig = field(default_factory=lambda: BudgetConfig(per_window=20, per_run=1000))
     trial: BudgetConfig = field(default_factory=lambda: BudgetConfig(per_window=4, per_run=40))
+
+    def __post_init__(self) -> None:
+        for kind in fields(self):
+            for name in ("per_window", "per_run"):
+                value = getattr(getattr(self, kind.name), name)
+                key = f"sentinel.policy.budgets.{kind.name}.{name}"
+                require(value >= 0, key, f"must be 0 (never) or more, got {value}")
 
 
 class AllowedActions(StrEnum):

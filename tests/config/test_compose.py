@@ -172,6 +172,14 @@ def test_overrides_win_over_the_settings_of_a_size() -> None:
         ("model.num_layers=1000000000", "model.num_layers: must be at most 10,000, got 1,000,000,000"),
         ("sentinel.lag=1000000000", "sentinel.lag: must be from 0 to 10,000, got 1,000,000,000"),
         ("sentinel.held_out_rows=10000000", "sentinel.held_out_rows: must be from 0 to 100,000, got 10,000,000"),
+        (
+            "sentinel.policy.budgets.skip.per_run=-1",
+            "sentinel.policy.budgets.skip.per_run: must be 0 (never) or more, got",
+        ),
+        (
+            "sentinel.policy.budgets.trial.per_window=-1",
+            "sentinel.policy.budgets.trial.per_window: must be 0 (never) or ",
+        ),
         ("sentinel.lag=-1", "sentinel.lag: must be from 0 to 10,000, got -1"),
         (
             "telemetry.system_every_s=1e11",
@@ -289,6 +297,12 @@ def test_a_bad_override_is_one_line(override: str, line: str) -> None:
     assert "\n" not in message
     assert "search path" not in message
     assert caught.value.__cause__ is None
+
+
+def test_synthetic_data_needs_two_tokens() -> None:
+    with pytest.raises(ConfigError, match=r"^model\.vocab_size: must be at least 2 for synthetic data .*, got 1$"):
+        composed.load(["data=synthetic", "model.vocab_size=1"])
+    assert composed.load(["data=synthetic", "model.vocab_size=2"]).model.vocab_size == 2
 
 
 def test_a_job_must_be_longer_than_its_warning() -> None:

@@ -64,6 +64,10 @@ def test_the_stages_of_a_warmup_cover_the_run() -> None:
             r"precision\.phases\[0\]\.from_batch: must be above 0, ",
         ),
         (
+            ["precision=fp8_emulated", "precision.phases=[{from_fraction: 0.001, kind: bf16}]"],
+            r"precision\.phases\[0\]\.from_fraction: must give a batch above 0, .*=200 gives 0$",
+        ),
+        (
             ["precision=fp8_emulated", "precision.phases=[{from_fraction: 1.5, kind: bf16}]"],
             r"precision\.phases\[0\]\.from_fraction: must be above 0 and below 1, got 1\.5",
         ),
