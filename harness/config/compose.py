@@ -53,7 +53,8 @@ def validate(tree: Any) -> Config:
         raise ConfigError(error.full_key or "", "has no value") from None
     assert isinstance(cfg, Config)
     require_numbers(cfg)
-    if is_typed:  # a file of an earlier version may hold credentials and can still be read
+    if is_typed:  # a file of an earlier version may hold these values and can still be read
+        require(bool(cfg.run.dir), "run.dir", "must not be empty; . is the current directory")
         require_no_credentials(cfg.telemetry.tracking_uri)
     return cfg
 

@@ -191,6 +191,7 @@ def test_overrides_win_over_the_settings_of_a_size() -> None:
         ),
         ("optim.qk_clip=0", "optim.qk_clip: must be positive, or null for no clipping of logits, got 0.0"),
         ("model.norm_eps=1e-60", "model.norm_eps: must be at least 1.18e-38, because the device holds it in fp32, got"),
+        ("run.dir=", "run.dir: must not be empty; . is the current directory"),
         ("run.name=a/b", "run.name: must be a directory name without / that does not start with a dot, got 'a/b'"),
         (f"run.name='{'ä' * 128}'", "run.name: must have at most 255 bytes, got 256"),
         ("train.batch_tokens=100", "train.batch_tokens: must be a multiple of train.sequence_length=256, got 100"),
@@ -513,6 +514,7 @@ def test_an_edited_config_is_converted_and_checked(tmp_path: Path) -> None:
         return compose.read(tmp_path / "config.yaml")
 
     assert repr(read("optim.lr", 1).optim.lr) == "1.0"
+    assert read("run.dir", "").run.dir == ""
     with pytest.raises(ConfigError, match=r"^train\.num_steps: must be an integer, got '8\.5'$"):
         read("train.num_steps", 8.5)
     with pytest.raises(ConfigError, match=r"^optim\.lr: must be finite, got inf$"):
