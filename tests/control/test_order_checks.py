@@ -17,6 +17,7 @@ from harness.control.commands import (
     ExcludeSource,
     Order,
     Pause,
+    Precision,
     Profile,
     Rate,
     Resume,
@@ -109,6 +110,29 @@ def test_a_rollback_restores_only_untainted_checkpoints(run: RunDir) -> None:
     check_order(run, Rollback(to_step=45))
     with pytest.raises(ConfigError, match="rollback: must be to step 45, the last, or before, got 46"):
         check_order(run, Rollback(to_step=46))
+
+
+def test_an_order_does_not_end_a_planned_phase_in_bf16(run: RunDir) -> None:
+    phases = "[{from_batch: 40, from_fraction: null, kind: bf16}, {from_batch: 60, from_fraction: null, kind: fp8}]"
+    run.config.write_text(f"{CONFIG}\nprecision: {{kind: fp8, phases: {phases}}}\n")
+    fp8, bf16 = Precision(kind="fp8"), Precision(kind="bf16")
+    check_order(run, fp8)
+    for cursor, is_refused in [(38, False), (39, True), (58, True), (59, False)]:
+        append_line(run.events, to_json(step_record(cursor, cursor)))
+        check_order(run, bf16)
+        if is_refused:
+            message = (
+                rf"^precision: batch {cursor + 1} is in a phase in bf16 that precision.phases plans from batch 40;"
+            )
+            with pytest.raises(ConfigError, match=message):
+                check_order(run, fp8)
+        else:
+            check_order(run, fp8)
+    run.config.write_text(f"{CONFIG}\nprecision: {{kind: fp8}}\n")
+    check_order(run, fp8)
+    run.config.write_text(f"{CONFIG}\nprecision: {{kind: bf16}}\n")
+    with pytest.raises(ConfigError, match="was not started in fp8"):
+        check_order(run, bf16)
 
 
 def test_the_last_source_cannot_be_excluded(run: RunDir) -> None:
