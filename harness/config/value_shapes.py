@@ -6,11 +6,12 @@ errors about lists and maps.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import is_dataclass
 from enum import EnumMeta
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from harness.config.errors import ConfigError
 from harness.config.plain_config import UNRESOLVED
@@ -30,7 +31,7 @@ def require_shape(kind: Any, value: Any, key: str) -> None:
     origin = get_origin(kind)
     match value:
         case dict() if is_dataclass(kind):
-            hints = _hints(kind)
+            hints = _hints(cast(Hashable, kind))
             for name in hints.keys() & value.keys():
                 require_shape(hints[name], value[name], f"{key}.{name}".lstrip("."))
         case dict() if origin is dict:
