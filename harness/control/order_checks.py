@@ -155,14 +155,12 @@ def _check_weights(run: RunDir, key: str, weights: Mapping[str, float], before: 
 def _check_precision(run: RunDir, order: Precision) -> None:
     """Check that the run was started in fp8, and that its next batch is not in a planned phase in bf16: an order does
     not end such a phase."""
-    match read_config_tree(run):
-        case {"precision": {"kind": "fp8", **section}}:
-            phases = section.get("phases", [])
-        case _:
-            raise ConfigError("precision", f"{run.path} was not started in fp8, so it has no precision to change")
+    section = read_config_tree(run).get("precision")
+    if not isinstance(section, dict) or section.get("kind") != "fp8":
+        raise ConfigError("precision", f"{run.path} was not started in fp8, so it has no precision to change")
     record = last_record(run)
     cursor = 0 if record is None else record.cursor + 1
-    begun = [phase for phase in phases if phase["from_batch"] <= cursor]
+    begun = [phase for phase in section.get("phases", []) if phase["from_batch"] <= cursor]
     message = f"batch {cursor:,} is in a phase in bf16 that precision.phases plans from batch "
     message += f"{begun[-1]['from_batch']:,}; resume with other phases and run.resume=changed" if begun else ""
     is_in_bf16 = bool(begun) and begun[-1]["kind"] == "bf16"
