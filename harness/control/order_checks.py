@@ -161,10 +161,10 @@ def _check_precision(run: RunDir, order: Precision) -> None:
     record = last_record(run)
     cursor = 0 if record is None else record.cursor + 1
     begun = [phase for phase in section.get("phases", []) if phase["from_batch"] <= cursor]
-    message = f"batch {cursor:,} is in a phase in bf16 that precision.phases plans from batch "
-    message += f"{begun[-1]['from_batch']:,}; resume with other phases and run.resume=changed" if begun else ""
-    is_in_bf16 = bool(begun) and begun[-1]["kind"] == "bf16"
-    require(not (order.kind == "fp8" and is_in_bf16), "precision", message)
+    if order.kind == "fp8" and begun and begun[-1]["kind"] == "bf16":
+        message = f"batch {cursor:,} is in a phase in bf16 that precision.phases plans from batch "
+        message += f"{begun[-1]['from_batch']:,}; resume with other phases and run.resume=changed"
+        raise ConfigError("precision", message)
 
 
 def _data_section(run: RunDir) -> dict[str, Any]:
