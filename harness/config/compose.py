@@ -42,10 +42,11 @@ FAST_DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 def validate(tree: Any) -> Config:
-    """Convert a tree composed by Hydra, or an untyped tree from a file, to checked dataclasses."""
+    """Convert a tree composed by Hydra, or an untyped tree from a file, plain data too, to checked dataclasses."""
     from omegaconf import MissingMandatoryValue, OmegaConf
 
     try:
+        tree = tree if OmegaConf.is_config(tree) else OmegaConf.create(tree)
         is_typed = OmegaConf.get_type(tree) is Config
         require_shape(Config, OmegaConf.to_container(tree, resolve=is_typed), "")
         cfg = OmegaConf.to_object(tree if is_typed else OmegaConf.merge(OmegaConf.structured(Config), tree))
@@ -174,10 +175,8 @@ def read(path: Path) -> Config:
     if cfg is not None:
         require_numbers(cfg)
         return cfg
-    from omegaconf import OmegaConf
-
     try:
-        return validate(OmegaConf.create(tree))
+        return validate(tree)
     except Exception as error:
         raise explain(error) from None
 
