@@ -154,9 +154,9 @@ class CheckpointManager:
             slot.complete(step=record.step, refused_in_row=state.refused_in_row, sentinel=remembered())
         if doubtful_since is not None:
             self._ring.distrust(doubtful_since)
-        if record.refused or doubtful_since is not None:
+        if doubtful_since is not None or (record.refused and not record.is_empty):
             self._last_unclean = record.iteration
-        elif not is_busy:
+        elif not is_busy and not record.refused:  # a batch without a token to predict says nothing about the state
             self._ring.trust(record.iteration)
             self._promote(record.iteration)
         self._save_requested |= record.save_requested

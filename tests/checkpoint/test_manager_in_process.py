@@ -70,6 +70,7 @@ class Played:
         refused: bool = False,
         doubtful_since: int | None = None,
         is_busy: bool = False,
+        value: float = 1.0,
         **flags: Any,
     ) -> None:
         self.state.correct_step(refused=refused)
@@ -80,8 +81,8 @@ class Played:
             step=iteration - self.num_refused,
             cursor=iteration,
             tokens=self.state.tokens,
-            loss=1.0,
-            grad_norm=1.0,
+            loss=value,
+            grad_norm=value,
             lr=0.1,
             refused=refused,
             stop_requested=False,
@@ -229,20 +230,33 @@ def test_snapshot_is_complete_with_its_report_and_trusted_after_the_next_clean_o
 
 @pytest.mark.parametrize(
     ("unclean", "judged_after"),
-    [({}, 5), ({1: "refused"}, 5), ({3: "refused"}, 6), ({4: "doubtful"}, 7), ({3: "refused", 5: "doubtful"}, 8)],
+    [
+        ({}, 5),
+        ({1: "refused"}, 5),
+        ({3: "refused"}, 6),
+        ({4: "doubtful"}, 7),
+        ({3: "refused", 5: "doubtful"}, 8),
+        ({4: "empty"}, 5),
+        ({5: "empty"}, 6),
+    ],
 )
 def test_checkpoint_is_good_after_three_clean_steps_in_a_row(
     tmp_path: Path, world: World, unclean: dict[int, str], judged_after: int
 ) -> None:
     run = Played(tmp_path, world, every_steps=0)
-    flags = {None: {}, "refused": {"refused": True}, "doubtful": {"doubtful_since": 2}}
+    flags = {
+        None: {},
+        "refused": {"refused": True},
+        "doubtful": {"doubtful_since": 2},
+        "empty": {"refused": True, "value": 0.0},  # no token to predict
+    }
     for iteration in range(1, judged_after + 1):
         assert run.marks == []
         if iteration == 2:
             run.checkpoints.request_save()
         run.step(**flags[unclean.get(iteration)])  # type: ignore[arg-type]
     (directory,) = [each.name for each in catalog.list_checkpoints(tmp_path)]
-    first_clean = max([2, *(each for each in unclean if each > 2)])
+    first_clean = max([2, *(each for each, kind in unclean.items() if each > 2 and kind != "empty")])
     assert run.marks == [(directory, f"{judged_after - first_clean} clean steps followed")]
     assert [*run.health.values()] == [Health.good]
 
