@@ -91,8 +91,8 @@ def _add(curves: Curves, event: Event) -> None:
     match event:
         case StepRecord():
             curves.iterations.append(event.iteration)
-            curves.losses.append(_drawable(event.loss))
-            curves.grad_norms.append(_drawable(event.grad_norm))
+            curves.losses.append(math.nan if event.is_empty else _drawable(event.loss))
+            curves.grad_norms.append(math.nan if event.is_empty else _drawable(event.grad_norm))
             curves.rates.append(_drawable(event.lr))
             if event.refused:
                 curves.refused.append(event.iteration)

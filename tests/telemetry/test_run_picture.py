@@ -89,12 +89,14 @@ def test_a_missing_log_gives_an_empty_picture(tmp_path: Path) -> None:
 
 def test_the_series_of_a_log(tmp_path: Path, make_step: MakeStep, started: RunStarted) -> None:
     resumed = RunStarted(time=0.0, iteration=1, world_size=2, num_steps=9, step=1, resumed_from="step-1")
-    picture_of([started, make_step(0, loss=math.inf, refused=True), resumed, make_step(1, loss=3.0)], tmp_path)
+    empty = make_step(2, loss=0.0, grad_norm=0.0, refused=True)
+    picture_of([started, make_step(0, loss=math.inf, refused=True), resumed, make_step(1, loss=3.0), empty], tmp_path)
     curves = collect(tmp_path / "events.jsonl")
-    assert curves.iterations == [0, 1]
-    assert math.isnan(curves.losses[0])
-    assert curves.losses[1:] == [3.0]
-    assert (curves.refused, curves.resumed) == ([0], [1])
+    assert curves.iterations == [0, 1, 2]
+    assert [math.isnan(loss) for loss in curves.losses] == [True, False, True]
+    assert math.isnan(curves.grad_norms[2]), "a batch without a token to predict"
+    assert curves.losses[1] == 3.0
+    assert (curves.refused, curves.resumed) == ([0, 2], [1])
 
 
 def test_every_line_of_the_loss_is_in_the_legend_above_the_axes() -> None:
