@@ -211,7 +211,8 @@ def test_the_gate_agrees_with_the_host(is_compiled: bool) -> None:
     assert refused == expected
     assert {60, 90, 91, 92, 93, 150, 151, 200, 299} <= {place for place, bit in enumerate(refused) if bit}
     assert sum(refused) < 15
-    assert [place for place, bit in enumerate(overflowed) if bit] == [90, 91, 92, 93]
+    # Rows 90 and 92 have a loss that is not finite: no overflow of gradients, so the loss scale stays.
+    assert [place for place, bit in enumerate(overflowed) if bit] == [91, 93]
     for column, expected_state in zip(gate.history.T.tolist(), history, strict=True):
         assert column == pytest.approx(expected_state, rel=1e-9, abs=1e-12)
 
