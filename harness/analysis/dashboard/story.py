@@ -199,6 +199,9 @@ class Story:
             self.num_lines_lost += 1
 
     def _add_step(self, record: dict[str, Any]) -> None:
+        is_empty = record["refused"] and record["loss"] == record["grad_norm"] == 0  # see ReducedRecord.is_empty
+        if is_empty:
+            record = {**record, "loss": "nan", "grad_norm": "nan"}
         get = record.get
         iteration, time = int(record["iteration"]), float(record["time"])
         bounds, ranks, loss = get("bounds", {}), get("ranks", {}), record["loss"]
@@ -219,7 +222,10 @@ class Story:
         self.last = record
         self._update_times(time)
         self._recent.append(record)
-        if record["refused"] or loss.__class__ is str:
+        if is_empty:
+            text = f"no update: batch {record['cursor']} has no token to predict"
+            self._mark(MarkKind.refused, iteration, time, text)
+        elif record["refused"] or loss.__class__ is str:
             verb = "update rejected" if record["refused"] else "not finite"
             norm = float(record["grad_norm"])
             self._mark(MarkKind.refused, iteration, time, f"{verb}: loss {float(loss):.4g}, gradient norm {norm:.4g}")

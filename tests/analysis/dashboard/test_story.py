@@ -175,6 +175,17 @@ def test_non_finite_loss_is_marked_and_a_gap(tmp_path: Path) -> None:
     ]
 
 
+def test_a_batch_without_a_token_to_predict_is_a_gap_and_blamed_for_nothing(tmp_path: Path) -> None:
+    lines = [record(1, time=1.0), record(2, time=2.0, loss=0.0, grad_norm=0.0, refused=True)]
+    write(tmp_path / "events.jsonl", lines)
+    story = read(RunDir(tmp_path))
+    assert np.isnan(story.steps.column("loss")).tolist() == [False, True]
+    assert np.isnan(story.steps.column("grad_norm")).tolist() == [False, True]
+    assert story.steps.column("refused")[1] == 1, "no update"
+    assert [mark.text for mark in story.marks[MarkKind.refused]] == ["no update: batch 1 has no token to predict"]
+    assert story.guilty == {}
+
+
 def test_fp8_probes_become_columns(tmp_path: Path) -> None:
     health = {
         "activations": {"underflow": 0.2, "saturated": 0.0, "scale_log2": [-14, 12]},
