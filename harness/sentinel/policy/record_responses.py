@@ -214,10 +214,10 @@ def add_rejection(incident: OpenIncident, record: ReducedRecord, lineage: Lineag
 
 
 def _limit(responses: Iterable[Response], highest: Rung) -> list[Response]:
-    """The responses without a held-out check and with at most this rung."""
+    """The responses without a held-out check and with at most this rung; only a response to a rejected update skips."""
     return [
         response._replace(
-            rung=min(response.rung, highest),
+            rung=min(response.rung, highest if response.batch is not None else Rung.watch),
             check_first=False,
             clips_logits=False,
             batch=response.batch if highest >= Rung.skip else None,

@@ -1020,6 +1020,13 @@ class TestPolicyState:
         assert state.response is not None
         assert state.response.rung is rung
 
+    def test_broken_weights_are_watched_if_nothing_else_is_allowed(self) -> None:
+        """Their batch is not to blame, so it is not skipped."""
+        state = PolicyState.new(replace(CFG, actions=AllowedActions.nonfinite_only))
+        state.on_record(make_record(loss=math.nan, param_norm=math.nan), [])
+        assert state.response is not None
+        assert (state.response.rung, state.response.reason) == (Rung.watch, "the weights are not finite")
+
     def test_the_first_of_two_equal_responses_counts(self) -> None:
         state, now = PolicyState.new(CFG), record(7)
         first = finding(FindingKind.divergence, now)
