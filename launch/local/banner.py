@@ -12,6 +12,9 @@ import textwrap
 
 from harness.analysis.plan.plan import plan
 from harness.analysis.plan.preflight import parameters_text
+from harness.checkpoint import catalog, integrity
+from harness.checkpoint.catalog import Health
+from harness.checkpoint.integrity import Damaged
 from harness.config import compose, conf_files
 from harness.config.data import DataKind
 from harness.config.errors import EXIT_DONE, ConfigError
@@ -19,7 +22,7 @@ from harness.config.schema import Config
 from harness.config.sentinel import SentinelConfig
 from harness.core.batch_sizes import BatchSize, BatchSizes, TokenSchedule
 from harness.core.events import Event, RunEnded, RunStarted, StepRecord
-from harness.core.rundir import has_checkpoint, locate
+from harness.core.rundir import RunDir, locate
 from harness.model.size import flops_per_token, num_parameters
 from harness.telemetry.console import clock
 from harness.telemetry.event_log import tail
@@ -182,10 +185,23 @@ def finished_line(cfg: Config) -> str:
         not isinstance(last, RunEnded)
         or last.exit_code != EXIT_DONE
         or last.step < num_steps
-        or not has_checkpoint(run)
+        or not has_loadable_checkpoint(run, last.step)
     ):
         return ""
     done = f"all {num_steps:,} steps are done"
     if last.step > num_steps:
         done = f"{last.step:,} steps are done, more than train.num_steps={num_steps}"
     return f"{run.path}: {done}; nothing to do. To train longer, add train.num_steps=N run.resume=changed"
+
+
+def has_loadable_checkpoint(run: RunDir, step: int) -> bool:
+    """Whether the checkpoint that a start would load first is of `step` or later and its files have the sizes in its
+    manifest. Nothing is hashed. False if it cannot be read: the start retries, and reports the error."""
+    try:
+        saved = [each for each in catalog.list_checkpoints(run.checkpoints) if each.health is not Health.tainted]
+        if not saved or saved[-1].step < step:
+            return False
+        files, path = integrity.read_manifest(saved[-1].path).files, saved[-1].path
+        return all((path / name).lstat().st_size == entry.bytes for name, entry in files.items())
+    except (OSError, Damaged, ConfigError):
+        return False

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from harness.checkpoint import catalog, integrity
+from harness.checkpoint.catalog import Health
 from harness.config.schema import Config
 from harness.core.event_json import to_json
 from harness.core.events import Event, RunEnded, RunStarted
-from harness.core.rundir import locate
+from harness.core.rundir import RunDir, locate
 from harness.telemetry.console import clock
 from launch.local.banner import banner_rows, finished_line, render_banner, sentinel_preset, time_text
 from tests.composed import load
 from tests.sentinel.series import record
 
+SHARD = "__0_0.distcp"
 LABELS = ["model", "batch", "length", "ranks", "precision", "data", "sentinel", "checkpoints", "time", "run"]
 
 
@@ -34,8 +39,19 @@ def ended(step: int, exit_code: int = 0) -> RunEnded:
 def write_log(cfg: Config, *events: Event) -> None:
     run = locate(cfg)
     run.checkpoints.mkdir(parents=True)
-    (run.checkpoints / "step-00000200-gen-0").mkdir()
+    for step in (100, 200):
+        write_checkpoint(run, step)
     run.events.write_text("".join(f"{to_json(event)}\n" for event in events))
+
+
+def write_checkpoint(run: RunDir, step: int) -> None:
+    path = run.checkpoints / catalog.name_of(step, 0)
+    path.mkdir()
+    (path / SHARD).write_bytes(b"weights")
+    files = integrity.hash_files(path, [SHARD])
+    counts = {"generation": 0, "tokens": 0, "world_size": 2}
+    manifest = integrity.Manifest(step=step, iteration=step, time=1.0, files=files, **counts)
+    integrity.write_checkpoint_manifest(path, manifest)
 
 
 def test_all_rows_of_a_new_run(tmp_path: Path) -> None:
@@ -123,4 +139,25 @@ def test_only_a_finished_run_has_nothing_to_do(tmp_path: Path) -> None:
     locate(cfg).events.write_text("".join(f"{to_json(event)}\n" for event in (started(), ended(150, exit_code=75))))
     assert finished_line(cfg) == ""
     locate(cfg).events.write_text("".join(f"{to_json(event)}\n" for event in (started(), ended(200), started(200))))
+    assert finished_line(cfg) == ""
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: (path / SHARD).write_bytes(b"wei"),
+        lambda path: (path / SHARD).unlink(),
+        lambda path: (path / integrity.MANIFEST).write_text("{}"),
+        lambda path: catalog.mark(path, Health.tainted, "test"),
+        catalog.quarantine,
+        shutil.rmtree,
+    ],
+    ids=["truncated", "file missing", "manifest", "tainted", "quarantined", "gone"],
+)
+def test_a_finished_run_without_its_last_checkpoint_starts_again(
+    tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
+    cfg = config(tmp_path)
+    write_log(cfg, started(), ended(200))
+    damage(locate(cfg).checkpoints / catalog.name_of(200, 0))
     assert finished_line(cfg) == ""
