@@ -74,10 +74,18 @@ class History:
 
     def world_size(self, iteration: int) -> int:
         """Number of ranks at an iteration."""
-        sizes = [size for first, size in self.worlds.items() if first <= iteration]
+        size = self._known_size(iteration)
         message = f"has no run_started event before iteration {iteration}: the number of its ranks is not known"
-        require(bool(sizes), str(self.log), message)
-        return sizes[-1]
+        require(size > 0, str(self.log), message)
+        return size
+
+    def is_on_ranks(self, path: ReplayPath, num_ranks: int) -> bool:
+        """Whether every step of a path was trained on this number of ranks."""
+        return all(self._known_size(stretch.start) == num_ranks for stretch in path.stretches if stretch)
+
+    def _known_size(self, iteration: int) -> int:
+        """Number of ranks at an iteration; 0: not known."""
+        return [0, *(size for first, size in self.worlds.items() if first <= iteration)][-1]
 
 
 def read(log: Path) -> History:

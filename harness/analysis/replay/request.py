@@ -124,7 +124,7 @@ def plan_replay(run: RunDir, cfg: Config, log: History, path: ReplayPath, *, ran
         earlier=history.applied_before(log, path),
         older=path.older,
         has_older=path.has_older,
-        exactly=ranks == world_size and can_reproduce(run, cfg),
+        exactly=log.is_on_ranks(path, ranks) and can_reproduce(run, cfg),
         with_samples=False,
         tamper=partial(repeat_data_fault, run.path.resolve(), world_size, cfg.parallel.context)
         if run.drill.exists()

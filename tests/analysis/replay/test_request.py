@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.analysis.replay import history
-from harness.analysis.replay.request import choose_path, config_of_path
+from harness.analysis.replay.request import choose_path, config_of_path, plan_replay
 from harness.config import compose
 from harness.config.errors import ConfigError
 from harness.config.precision import PrecisionKind
@@ -22,12 +22,12 @@ from tests.distributed.cases import TINY
 RESUMED_AFTER = 8
 
 
-def resume(directory: Path, *changes: str, source: str = "at-8") -> RunDir:
-    """A run that was resumed with another configuration."""
+def resume(directory: Path, *changes: str, source: str = "at-8", num_ranks: int = 2) -> RunDir:
+    """A run that was resumed with another configuration, or on another number of ranks."""
     place = [*TINY, f"run.dir={directory}", "run.name=first"]
     run = rundir.locate(load(place))
     rundir.prepare_run_dir(load(place), run)
-    log = [*PLAIN[:-1], started(RESUMED_AFTER, source), *map(step, range(9, 13)), saved(12)]
+    log = [*PLAIN[:-1], started(RESUMED_AFTER, source, num_ranks), *map(step, range(9, 13)), saved(12)]
     run.events.write_text("".join(f"{to_json(event)}\n" for event in log))
     rundir.prepare_run_dir(load([*place, *changes, "run.resume=changed"]), run, iteration=RESUMED_AFTER)
     return run
@@ -61,3 +61,14 @@ def test_a_step_whose_batch_another_one_has_replaced_is_rejected(tmp_path: Path)
     config_of(run, 4)
     with pytest.raises(ConfigError, match=r"iteration 5 cannot be replayed: .* changed train.batch_size from 8 to 16"):
         config_of(run, 5)
+
+
+@pytest.mark.parametrize(("available", "ranks", "exactly"), [("at-8", 1, True), ("at-4", 1, False), ("at-4", 2, False)])
+def test_bits_are_compared_only_if_all_steps_had_the_same_number_of_ranks(
+    tmp_path: Path, available: str, ranks: int, exactly: bool
+) -> None:
+    """The run continued on one rank after iteration 8."""
+    run = resume(tmp_path, num_ranks=1)
+    log, cfg = history.read(run.events), compose.read(run.config)
+    path = history.find_path(log, 9, [available])
+    assert plan_replay(run, cfg, log, path, ranks=ranks, report=tmp_path / "report").exactly is exactly
