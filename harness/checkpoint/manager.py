@@ -91,22 +91,42 @@ class CheckpointManager:
         if run_on_rank_zero(lambda: catalog.health_of(self._root / name)) in (Health.candidate, Health.unread):
             self._candidates[name] = state.iteration
 
-    def continue_from_snapshot(self, state: RunState) -> None:
-        """Register the checkpoints on disk after a resume from memory; the next clean steps may make them good."""
+    def continue_from_snapshot(self, state: RunState) -> list[Damaged]:
+        """Register the checkpoints on disk after a resume from memory; the next clean steps may make them good.
+
+        Those with a damaged manifest are quarantined and returned: the run saves their steps again. One whose manifest
+        cannot be read, or that another version wrote, is not registered.
+        """
         self._last_unclean = state.iteration
-        for name, health in run_on_rank_zero(self._list_health):
+        readable, damage = run_on_rank_zero(self._check_manifests)
+        for name, health in readable:
             self._on_disk.add(name)
             if health in (Health.candidate, Health.unread):
                 self._candidates[name] = state.iteration
+        return damage
 
     def continue_after_restore(self, state: RunState) -> None:
         """Count clean steps from here on: those that the restore undid do not make a checkpoint good."""
         self._last_unclean = state.iteration
 
-    def _list_health(self) -> list[tuple[str, Health]]:
-        """Name and health of all checkpoints that are not tainted; on rank 0."""
-        saved = catalog.list_checkpoints(self._root)
-        return [(each.name, each.health) for each in saved if each.health is not Health.tainted]
+    def _check_manifests(self) -> tuple[list[tuple[str, Health]], list[Damaged]]:
+        """Name and health of the checkpoints that are not tainted and whose manifest can be read, and what was
+        quarantined because its manifest is damaged; newest first, on rank 0."""
+        readable: list[tuple[str, Health]] = []
+        damage: list[Damaged] = []
+        for checkpoint in reversed(catalog.list_checkpoints(self._root)):
+            if checkpoint.health is Health.tainted:
+                continue
+            try:
+                integrity.read_manifest(checkpoint.path)
+                readable.append((checkpoint.name, checkpoint.health))
+            except Damaged as error:
+                damage.append(error)
+                with suppress(OSError):  # without the rename, the save of this step fails and says so
+                    catalog.quarantine(checkpoint.path)
+            except (StorageError, OtherVersion):
+                pass  # it may be intact
+        return readable, damage
 
     def is_due_by_clock(self) -> bool:
         """Whether `every_minutes` have passed; true once per interval, on rank 0 only. The step's all-reduce carries it

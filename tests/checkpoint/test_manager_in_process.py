@@ -407,6 +407,37 @@ def test_run_resumed_from_memory_marks_the_checkpoints_on_disk_good(tmp_path: Pa
     assert run.marks == [(name_of(4, 0), "3 clean steps followed")]
 
 
+def test_damaged_checkpoint_is_quarantined_after_a_resume_from_memory_and_its_step_is_saved_again(
+    tmp_path: Path, world: World
+) -> None:
+    Played(tmp_path, world, every_steps=1).steps(4)
+    for step in (3, 4):
+        (tmp_path / name_of(step, 0) / integrity.MANIFEST).write_text("{}")
+    run = Played(tmp_path, world)
+    run.state = RunState(step=2, iteration=2, cursor=2)
+    damage = run.checkpoints.continue_from_snapshot(run.state)
+    assert [error.path.parent.name for error in damage] == [name_of(4, 0), name_of(3, 0)]
+    assert [path.name for path in catalog.list_damaged(tmp_path)] == [f"{name_of(step, 0)}.damaged" for step in (3, 4)]
+    run.steps(2)
+    assert run.checkpoints.save_last(run.state, is_done=True)
+    assert run.saved == [4]
+    assert integrity.verify(tmp_path / name_of(4, 0)).step == 4
+    run.steps(1)
+    assert name_of(3, 0) not in dict(run.marks)
+
+
+def test_checkpoint_that_cannot_be_read_does_not_count_as_saved_after_a_resume_from_memory(
+    tmp_path: Path, world: World
+) -> None:
+    Played(tmp_path, world).steps(4)
+    run = Played(tmp_path, world)
+    run.state = RunState(step=4, iteration=4)
+    with failing(f"{name_of(4, 0)}/{integrity.MANIFEST}"):
+        assert run.checkpoints.continue_from_snapshot(run.state) == []
+    assert list(run.health) == [2, 4], "what cannot be read is not renamed"
+    assert not run.checkpoints.save_last(run.state, is_done=True), "the state may be nowhere on disk"
+
+
 def test_failed_good_mark_is_retried(tmp_path: Path, world: World) -> None:
     run = Played(tmp_path, world, every_steps=0)
     run.checkpoints.request_save()
