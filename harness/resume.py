@@ -34,6 +34,7 @@ from harness.telemetry.event_log import (
     last_iteration,
     last_recorded_iteration,
     read_non_step_events,
+    require_appendable,
 )
 from harness.telemetry.sinks.sink_checks import require_sinks
 
@@ -75,6 +76,7 @@ def open_run(cfg: Config, data: RunData) -> Opened:
         require_sinks(cfg.telemetry)
         require_evaluation(cfg.eval)
         run_lease.hold(run.path, cfg.run.lease_s)
+        require_appendable(run)
         seen = max(last_iteration(run.events), 0)
         changes = rundir.create_run_dir(cfg, run) | data.changes
         if is_new := not rundir.has_begun(run):
@@ -120,13 +122,13 @@ class LoadedState(NamedTuple):
 def resume(cfg: Config, parts: Parts, opened: Opened) -> tuple[RunState, list[Event]]:
     """Load the newest state in memory or on disk, or start from scratch; returns the state and the events to log."""
     loaded = load_state(parts, opened)
-    state, snapshot = loaded.state, loaded.snapshot
+    state, snapshot, damage = loaded.state, loaded.snapshot, loaded.damage
     parts.loss_scale.adapt()
     parts.update.measure_digest()
     restore_sentinel(parts, state, opened)
     state.iteration = max(state.iteration, opened.last_iteration)
     if snapshot is not None:
-        parts.checkpoints.continue_from_snapshot(state)
+        damage = parts.checkpoints.continue_from_snapshot(state)
     elif loaded.source is not None:
         parts.checkpoints.continue_from(loaded.source, state)
     parts.sentinel.policy.policy_state.resume(state.iteration, state.step)
@@ -136,7 +138,7 @@ def resume(cfg: Config, parts: Parts, opened: Opened) -> tuple[RunState, list[Ev
         CheckpointJudged(
             time=now, iteration=iteration, directory=error.path.parent.name, health="damaged", reason=str(error)
         )
-        for error in loaded.damage
+        for error in damage
     ]
     started = RunStarted(
         time=now,

@@ -129,10 +129,22 @@ def last_recorded_iteration(path: Path) -> int:
 def prepare_run(cfg: Config) -> rundir.RunDir:
     """Create the run directory, or accept a changed config and log the change as an intervention."""
     run = rundir.locate(cfg)
+    require_appendable(run)
     seen = max(last_iteration(run.events), 0)
     if changes := rundir.prepare_run_dir(cfg, run, iteration=seen):
         rundir.append_line(run.events, to_json(rundir.make_config_change_event(changes, iteration=seen)))
     return run
+
+
+def require_appendable(run: rundir.RunDir) -> None:
+    """Raise a one-line error if a log of the run cannot be appended to. Creates none: the start may be rejected."""
+    for path in (run.events, run.interventions, run.ledger):
+        try:
+            os.close(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC))
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise run_lease.io_error(path, "cannot write", error) from None
 
 
 def record_crash(run: rundir.RunDir, exit_code: int, reason: str, cause: EndCause) -> bool:

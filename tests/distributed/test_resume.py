@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -15,6 +16,9 @@ from harness.config.errors import ConfigError
 from harness.control.inbox import interventions
 from harness.core import event_json, rundir
 from harness.core.events import CheckpointSaved, RunEnded, RunStarted, StepRecord
+from harness.core.locking import run_lease
+from harness.resume import open_run
+from harness.run_corpus import RunData
 from harness.telemetry.event_log import prepare_run
 from launch.k8s.pod import prepare_node
 from launch.local.node_group import SINGLE_NODE
@@ -23,6 +27,7 @@ from launch.sweeps.jobs import ComposedJob, name_jobs
 from tests.distributed import cases
 from tests.distributed.pool import Pool
 from tests.forks import Launched
+from tests.privileges import obeying_modes
 
 STEPS = ("train.num_steps=32", "model.num_layers=1", "checkpoint.every_steps=5", "optim.warmup_steps=5")
 StepResults = dict[int, tuple[float, float, float, int]]
@@ -67,6 +72,27 @@ def finish(ranks: Pool, directory: Path, size: int) -> tuple[int, list[StepRecor
         -1
     ].resumed_from
     return code, records
+
+
+def test_a_log_that_cannot_be_written_rejects_a_start_before_its_config_is_accepted(tmp_path: Path) -> None:
+    """By the ranks and by a launcher, which writes the config before them."""
+    run = prepare_run(cases.tiny("run.name=first", directory=str(tmp_path)))
+    event = RunEnded(time=1.0, iteration=2, step=2, exit_code=0, reason="all steps done")
+    rundir.append_line(run.events, event_json.to_json(event))
+    changed = cases.tiny("run.name=first", "run.resume=changed", "run.seed=7", directory=str(tmp_path))
+    before = run.config.read_bytes()
+    for log in run.ledger, run.interventions, run.events:
+        log.touch()
+        log.chmod(0o444)
+        problem = f"run.dir: cannot write {log}: Permission denied"
+        with obeying_modes():
+            with run_lease.holding():
+                assert open_run(changed, cast(RunData, None)).problem == problem
+            with pytest.raises(ConfigError, match=f"^{re.escape(problem)}$"):
+                prepare_run(changed)
+        log.chmod(0o644)
+    assert run.config.read_bytes() == before
+    assert not run.interventions.stat().st_size
 
 
 @pytest.mark.full
