@@ -61,6 +61,7 @@ from harness.step import (
     evaluate,
     forward_backward,
     gate,
+    held_out_mean,
     measure_held_out,
     reduce_signals,
     use_planned_precision,
@@ -90,10 +91,10 @@ def train(run: Run) -> Ending:
                 measure_held_out(parts, state)
         ending = process_reports(run, ending=ending)
 
-        evaluates = is_due(cfg.eval.every_steps, state.step, cfg)
-        if evaluates or ending is not None or state.step == cfg.train.num_steps:
+        issued, evaluates = state.step, is_due(cfg.eval.every_steps, state.step, cfg)
+        if evaluates or ending is not None or issued == cfg.train.num_steps:
             ending = process_reports(run, everything=True, ending=ending)
-        if evaluates and not (ending is not None and ending.is_halt):
+        if evaluates and state.step == issued and not (ending is not None and ending.is_halt):
             run.reporter.emit_after_pause(
                 evaluate(parts, state, cfg=cfg, beat=lambda: run.heartbeat.beat(state, Phase.evaluate))
             )
@@ -278,6 +279,11 @@ def finish_run(run: Run, ending: Ending) -> Ending:
         if run.parts.world.is_first and (asked := stop_requests.stop_event(run.directory, run.state.iteration)):
             run.reporter.emit_event(asked)
     is_done = ending.exit_code == EXIT_DONE
+    if is_done:
+        with run.heartbeat.during(Phase.evaluate):
+            damage = describe_last_damage(run)
+        if damage:
+            is_done, ending = False, Ending(EXIT_DONE, f"{ending.reason}, but {damage}")
     with run.heartbeat.during(Phase.save):
         is_saved = run.parts.checkpoints.save_last(run.state, is_done=is_done, remembered=run.parts.sentinel.memory)
     if asked is not None:
@@ -287,6 +293,18 @@ def finish_run(run: Run, ending: Ending) -> Ending:
     if is_saved:
         run.parts.ring.end_sharing()
     return ending if is_saved else Ending(EXIT_INTERRUPTED, f"{ending.reason}, but the last checkpoint was not saved")
+
+
+def describe_last_damage(run: Run) -> str:
+    """What is wrong with the last state of the run, by its held-out loss; empty: nothing. Collective.
+
+    Damage by the last update shows in no training loss, because no step follows it.
+    """
+    highest = run.parts.sentinel.policy.highest_held_out_loss(before=run.state.iteration)
+    loss = None if highest is None else held_out_mean(run.parts)
+    if loss is None or highest is None or loss <= highest:
+        return ""
+    return f"the held-out loss of the last state is {loss:.4f}, above {highest:.4f}: its checkpoint is not marked good"
 
 
 RunWrapper = Callable[[Run], Run]

@@ -13,7 +13,18 @@ import pytest
 from harness.analysis.replay.request import ReplayRequest
 from harness.analysis.replay.rerun import replay_config, run_replay_worker
 from harness.core import event_json
-from harness.core.events import Action, ActionKind, Event, Finding, FindingKind, Outcome, RunEnded, StepRecord
+from harness.core.events import (
+    Action,
+    ActionKind,
+    CheckpointJudged,
+    EvalRecord,
+    Event,
+    Finding,
+    FindingKind,
+    Outcome,
+    RunEnded,
+    StepRecord,
+)
 from harness.core.rundir import RunDir
 from harness.sentinel.policy.policy import replay_actions
 from harness.sentinel.policy.policy_state import RESTORES
@@ -141,6 +152,29 @@ def test_damaged_weights_are_rewound(ranks: Pool, tmp_path: Path) -> None:
     assert 0 < outcome.steps_lost <= 12
     check_replay(victim.log)
     check_twin(ranks, tmp_path, victim)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("last", [0, 1])
+def test_damage_by_the_last_updates_is_found(ranks: Pool, tmp_path: Path, last: int) -> None:
+    """No step follows that shows damage by the very last update. Damage by the one before is rewound, and the state
+    that was not kept is not evaluated."""
+    fault = Fault("weights", 1, factor=30.0, iteration=32 - last - COMMON_STEPS)
+    victim = run_from_common_steps(ranks, tmp_path, "victim", fault, "eval.every_steps=16")
+    assert victim.code == 0
+    evaluated = {event.step: event.loss for event in events_of(EvalRecord, victim.log)}
+    assert len(events_of(EvalRecord, victim.log)) == 2
+    assert sorted(evaluated) == [16, 32]
+    reason = events_of(RunEnded, victim.log)[-1].reason
+    if last == 0:
+        found = re.fullmatch(r"all steps done, but the held-out loss of the last state is (.*), above (.*): .*", reason)
+        assert found is not None
+        assert float(found[1]) > 1.2 * float(found[2])
+        good = [event.directory for event in events_of(CheckpointJudged, victim.log)]
+        assert "step-00000032-gen-0" not in good
+    else:
+        assert reason == "all steps done"
+        assert evaluated[32] < evaluated[16], "that of the state that was kept"
 
 
 @pytest.mark.full

@@ -86,11 +86,15 @@ class HeldOutLevel:
     def expected(self, onset: int, lineage: Lineage) -> float | None:
         """The held-out loss of a healthy state at an onset; None if there is no earlier measurement. The update before
         the onset may have done the damage, so the measurement must precede that update."""
-        newest_first = reversed(self.measured)
-        clean = next((each for each in newest_first if each.iteration < onset - 1 or each.step == 0), None)
+        clean = self.newest_before(onset - 1)
         if clean is None:
             return None
         return clean.loss + min(0.0, max(self._rises(clean, onset, lineage), default=0.0))
+
+    def newest_before(self, iteration: int) -> Measurement | None:
+        """The newest measurement before an iteration; one at step 0 is before all."""
+        newest_first = reversed(self.measured)
+        return next((each for each in newest_first if each.iteration < iteration or each.step == 0), None)
 
     def _rises(self, clean: Measurement, onset: int, lineage: Lineage) -> list[float]:
         """By how much the training loss rose between a measurement and an onset outside of the windows after planned

@@ -173,6 +173,12 @@ class Policy:
             pass
         return policy
 
+    def highest_held_out_loss(self, *, before: int) -> float | None:
+        """The highest held-out loss of a state that is no worse than at the newest measurement before an iteration;
+        None: there is none. The fall of the training loss since then does not count, so that only damage is above."""
+        clean = self.policy_state.held_out.newest_before(before)
+        return None if clean is None else clean.loss * (1 + self.policy_state.cfg.held_out_tolerance)
+
     def _record_action(self, action: Action | None) -> Action | None:
         if action is not None:
             self.policy_state.on_action(action)
