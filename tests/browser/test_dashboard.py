@@ -280,6 +280,8 @@ def test_live_page_shows_new_steps(browser: Browser, tmp_path: Path) -> None:
             page.wait_for("state.tables.steps.length === 61")
             page.wait_for("element('tiles').innerText.includes('1.2500') && document.body.dataset.drawn")
             assert page.evaluate("element('draw-loss').data[0].y.at(-1)") == 1.25
+            long_run(run.path, 30, seed=1)  # another run under the same name
+            page.wait_for("document.body?.dataset.drawn && state.tables.steps.length === 30")
             assert page.complaints() == []
             page.close()
         finally:

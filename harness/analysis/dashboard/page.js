@@ -282,6 +282,7 @@ async function poll() {
     const answer = await fetch(`data.json?steps=${steps.total}&probes=${probes.total}&evals=${evals.total}&tasks=${tasks.total}&seen=${state.facts.revision}&load=${state.facts.load}`);
     if (answer.status === 200) {
       const update = await answer.json();
+      if (update.facts.log !== state.facts.log) return location.reload();  // its rows do not continue these tables
       for (const name of GROWING) state.tables[name] = append(state.tables[name], unpack(update[name]));
       if (update.system) state.tables.system = unpack(update.system);
       state.facts = update.facts;

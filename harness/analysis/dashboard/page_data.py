@@ -88,6 +88,7 @@ def facts_of(run: RunDir, story: Story, *, now_s: float, prefix: str = "") -> di
     ]
     num_open = story.incidents.num_open
     return {
+        "log": log_identity(story),
         "revision": revision_of(run, story, now_s=now_s),
         "run": run_facts(run, story, goodput, now_s=now_s),
         "goodput": goodput_facts(goodput),
@@ -116,7 +117,13 @@ def revision_of(run: RunDir, story: Story, *, now_s: float) -> str:
     written = sum(
         (run.path / incident_folder(number) / "postmortem.md").exists() for number in story.incidents.by_number
     )
-    return f"{story.num_lines}-{written}-{story.system.revision}-{state_of(story, now_s=now_s)[0]}"
+    state = state_of(story, now_s=now_s)[0]
+    return f"{log_identity(story)}-{story.num_lines}-{written}-{story.system.revision}-{state}"
+
+
+def log_identity(story: Story) -> str:
+    """A string that stays the same while the log only grows; rows of another log do not continue the tables."""
+    return f"{story.first_time}-{story.num_replaced}"
 
 
 def incident_folder(number: int) -> str:

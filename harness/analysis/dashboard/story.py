@@ -1,9 +1,10 @@
 """Reads the event log of a run incrementally into columns, timeline marks, incidents and time accounts.
 
 Why: the page, the live server, the terminal view and the index show the same run, so they share one reader.
-How: `Story.read_more` reads the complete lines added since the last call. Step lines are read as plain JSON, because
-parsing a hundred thousand of them into events takes minutes; other lines are parsed into events. A torn or invalid line
-is skipped and counted.
+How: `Story.read_more` reads the complete lines added since the last call. If the last line that it has read is no
+longer in its place, another run was begun in the directory, or a power failure took the end of the log: it starts over.
+Step lines are read as plain JSON, because parsing a hundred thousand of them into events takes minutes; other lines are
+parsed into events. A torn or invalid line is skipped and counted.
 The first read of a long log is bounded: of more than 64 MiB of ordinary steps it takes an even sample, with the
 extremes of each stretch and with everything that is not an ordinary step (`harness.telemetry.log_index`). Steps left
 out of the sample still count in the accounts.
@@ -16,7 +17,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, final
@@ -139,6 +140,8 @@ class Story:
     num_lines_lost: int = 0
     num_left_out: int = 0
     """Ordinary steps left out by sampling a long log."""
+    num_replaced: int = 0
+    """How often the log was no longer the one that had been read."""
     schedule: TokenSchedule | None = None
     """Tokens of each batch, as of the latest start; None: neither the configuration nor corpus.json can be read."""
     _is_sample: bool = False
@@ -146,11 +149,17 @@ class Story:
     _last_action: Action | None = None
     _recent: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
     _offsets: dict[Path, int] = field(default_factory=dict)
+    _last_lines: dict[Path, bytes] = field(default_factory=dict)
+    """The line that ends at each offset."""
 
     def read_more(self, run: RunDir) -> bool:
         """Read the lines added to the log since the last call, and the load of the machines; returns whether there was
         anything new."""
         has_load = self.system.read_more(run)
+        if is_replaced := not all(map(self._is_in_place, self._offsets)):
+            empty = Story(system=self.system, num_replaced=self.num_replaced + 1)
+            for each in fields(self):
+                setattr(self, each.name, getattr(empty, each.name))
         num_lines, num_starts = self.num_lines, self.num_starts
         if run.events not in self._offsets:
             self._read_first(run.events)
@@ -160,18 +169,29 @@ class Story:
                 self._add_line(line)
         if self.num_starts > num_starts:  # a start may bring other batch sizes
             self.schedule = read_token_schedule(run, config_tree(run).get("train") or {})
-        return has_load or self.num_lines > num_lines
+        return has_load or is_replaced or self.num_lines > num_lines
+
+    def _is_in_place(self, path: Path) -> bool:
+        """Whether the last line that was read is still where it was."""
+        line = self._last_lines[path]
+        try:
+            with path.open("rb") as file:
+                file.seek(self._offsets[path] - len(line))
+                return file.read(len(line)) == line
+        except FileNotFoundError:
+            return False
 
     def _read_first(self, path: Path) -> None:
         """Read the whole log, or a sample of a long one."""
         lines, end, is_whole = sample_lines(path)
         self._is_sample = not is_whole
+        line = b""
         for line in lines:
             self.num_lines += 1
             self._add_line(line)
         self._is_sample = False
         if end:
-            self._offsets[path] = end
+            self._offsets[path], self._last_lines[path] = end, line
 
     def _new_lines(self, path: Path) -> Iterator[bytes]:
         """Complete lines added since the last call; a line still being written is read next time."""
@@ -183,7 +203,9 @@ class Story:
                 is_torn = not lines[-1].endswith(b"\n")
                 if is_torn:
                     lines.pop()
-                self._offsets[path] = self._offsets.get(path, 0) + sum(map(len, lines))
+                if lines:
+                    self._offsets[path] = self._offsets.get(path, 0) + sum(map(len, lines))
+                    self._last_lines[path] = lines[-1]
                 yield from lines
                 if is_torn:
                     return

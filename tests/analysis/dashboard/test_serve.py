@@ -83,6 +83,16 @@ def test_only_new_rows_are_sent(server: Server, run: RunDir) -> None:
     assert "<h1>Spike</h1>" in json.loads(ask(server, seen)[2])["facts"]["incidents"][0]["postmortem"]
 
 
+def test_rows_of_a_run_that_replaces_another_one_are_told_apart(server: Server, run: RunDir) -> None:
+    """Both logs have the same size; the times differ."""
+    seen = json.loads(ask(server, "/data.json")[2])["facts"]
+    run.events.write_text(run.events.read_text().replace('"time":1750', '"time":1760'))
+    update = json.loads(ask(server, f"/data.json?seen={seen['revision']}")[2])
+    assert update["steps"]["total"] == 60
+    assert update["facts"]["run"]["num_starts"] == seen["run"]["num_starts"]
+    assert update["facts"]["log"] != seen["log"]
+
+
 def test_the_load_of_the_machines_is_sent_when_it_changes(server: Server, run: RunDir) -> None:
     first = json.loads(ask(server, "/data.json")[2])
     assert first["system"]["num_rows"] == 0

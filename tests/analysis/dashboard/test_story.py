@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,28 @@ def test_incremental_reads_equal_one_read(run: RunDir, tmp_path: Path) -> None:
     assert story.incidents == whole.incidents
     assert story.accounts.total() == whole.accounts.total()
     assert story.guilty == whole.guilty
+
+
+@pytest.mark.parametrize("num_steps", [0, 3, 5, 9])
+def test_a_log_that_was_replaced_is_read_from_its_beginning(tmp_path: Path, num_steps: int) -> None:
+    """The file keeps its inode, as a new one may have that of the old one."""
+    run, story = RunDir(tmp_path), Story()
+    write(run.events, [record(iteration, time=BEGUN) for iteration in range(1, 6)])
+    assert story.read_more(run)
+    write(run.events, [record(iteration, time=BEGUN + 1, loss=2.0) for iteration in range(1, num_steps + 1)])
+    assert story.read_more(run)
+    assert story.steps.column("loss").tolist() == [2.0] * num_steps
+    assert (story.num_lines, story.num_lines_lost) == (num_steps, 0)
+    assert not story.read_more(run)
+
+
+def test_the_story_of_a_run_that_was_removed_is_empty(tmp_path: Path) -> None:
+    run, story = RunDir(long_run(tmp_path / "first", 20)), Story()
+    story.read_more(run)
+    shutil.rmtree(run.path)
+    assert story.read_more(run)
+    assert (len(story.steps), story.started, story.all_marks()) == (0, None, [])
+    assert not story.read_more(run)
 
 
 def test_a_line_that_is_completed_while_the_others_are_read_is_read_next_time(tmp_path: Path) -> None:
