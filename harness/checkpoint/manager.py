@@ -7,6 +7,7 @@ deletes checkpoints, in a second thread. The loop does not wait for that thread,
 rank 0 in a collective; the next write does. A rollback waits for both threads, in short collectives. A checkpoint is
 good once `good_after_steps` clean steps in a row have followed it. A state with non-finite values is never written.
 A failed write loses that checkpoint and emits `CheckpointFailed`; training continues and the next save tries again.
+Old checkpoints are also deleted before a write, because on a full disk no write succeeds until they are.
 A checkpoint that cannot be read is neither tainted nor deleted, and while there is one, no other is deleted.
 """
 
@@ -374,6 +375,7 @@ class CheckpointManager:
         try:
             if not all(gather_results(lambda: slot.is_finite, group)):
                 return _failure_event(state, "weights or moments are not finite")
+            gather_results(lambda: self._prune() if self._world.is_first else [], group)  # a full disk may need it
             with self._directory_lock:
                 begun_s = time.monotonic()
                 written = saver.write(
@@ -430,8 +432,11 @@ class CheckpointManager:
         ]
 
     def _prune(self) -> list[Event]:
-        """Delete checkpoints that retention does not keep; runs in the keeper thread. I/O errors are ignored: the next
-        save tries again."""
+        """Delete checkpoints that retention does not keep. I/O errors are ignored: the next save tries again.
+
+        Runs on rank 0: in the writer thread before a save, in the keeper thread after one and after a good mark. The
+        first save of a process comes after its start is accepted: a start that is rejected deletes nothing.
+        """
         with self._directory_lock, suppress(StorageError):
             for checkpoint in catalog.select_for_deletion(
                 catalog.list_checkpoints(self._root),

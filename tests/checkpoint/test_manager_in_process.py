@@ -320,6 +320,24 @@ def test_pruning_runs_after_a_save_and_after_a_good_mark(
     assert list(run.health) == ([2, 8] if good_after == 100 else [6, 8]), "6 is good now, and 4 may go"
 
 
+def test_a_save_that_fails_for_lack_of_space_has_pruned_before(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(*_: Any, **__: Any) -> None:
+        raise OSError("No space left on device")
+
+    Played(tmp_path, world).steps(8)
+    run = Played(tmp_path, world, keep=1)
+    run.state = RunState(step=8, iteration=8)
+    run.checkpoints.continue_from(name_of(8, 0), run.state)
+    run.steps(1)
+    assert list(run.health) == [2, 4, 6, 8], "a start deletes nothing: it may still be rejected"
+    monkeypatch.setattr(saver, "write", write)
+    run.steps(1)
+    assert run.saved == []
+    assert list(run.health) == [4, 6, 8], "the newest good one, the next candidate and the newest one"
+
+
 def test_next_write_but_not_the_loop_waits_for_a_deletion(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
