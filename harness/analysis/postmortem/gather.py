@@ -7,7 +7,7 @@ its actions and findings.
 A remark is a stretch of duplicate batches outside every incident. Only rank 0 sees duplicates, so the policy must not
 act on them, but somebody has to repair the loader.
 Left out: tokens of the guilty batches (`harness.analysis.postmortem.batch_tokens`) and the overrides that reproduce the
-configuration (`harness.analysis.postmortem.overrides`). Both take seconds.
+configuration (`harness.analysis.postmortem.incident_config`). Both take seconds.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from harness.analysis.postmortem.evidence import (
     RunFacts,
     Token,
 )
+from harness.analysis.postmortem.incident_config import settings_at
 from harness.analysis.postmortem.incident_numbers import AFTER_RECORDS, incident_numbers
 from harness.analysis.postmortem.recorded_batch import entropy, rarest
 from harness.analysis.replay.history import read_replay
@@ -209,7 +210,7 @@ class IncidentSummary:
 
     incident: Incident
     run: RunFacts
-    """With the ranks of the start in which the incident began."""
+    """With the ranks of the start in which the incident began, and the configuration of the incident."""
     numbers: IncidentNumbers
     cost: Cost
     records: list[StepRecord]
@@ -220,7 +221,8 @@ class IncidentSummary:
 def summarize_incident(run: RunDir, incident: Incident, log: Sequence[Event], facts: RunFacts) -> IncidentSummary:
     """Numbers and cost of one incident; the only source of them for all reports. `log`: all events except steps."""
     is_remark = incident.verdict == REMARK
-    facts = replace(facts, world_size=ranks_at(incident, log, default=facts.world_size))
+    ranks = ranks_at(incident, log, default=facts.world_size)
+    facts = replace(facts, world_size=ranks, settings=settings_at(run, incident, facts.settings))
     outcomes = [] if is_remark else [e for e in log if isinstance(e, Outcome) and e.incident == incident.number]
     findings = [event for event in log if isinstance(event, Finding) and _belongs_to(event, incident)]
     records = read_steps(run.events, incident.onset - BEFORE, incident.last + AFTER_RECORDS)

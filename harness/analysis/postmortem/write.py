@@ -12,9 +12,9 @@ from harness.analysis.postmortem import evidence as schema
 from harness.analysis.postmortem.batch_tokens import reread_batches
 from harness.analysis.postmortem.evidence import Evidence
 from harness.analysis.postmortem.gather import gather_evidence
+from harness.analysis.postmortem.incident_config import overrides_at
 from harness.analysis.postmortem.lessons import record_lesson
 from harness.analysis.postmortem.measures import measure
-from harness.analysis.postmortem.overrides import overrides_in
 from harness.analysis.postmortem.report import html_report, markdown_report
 from harness.analysis.postmortem.report.panels import draw
 from harness.analysis.postmortem.rules.hypotheses import rank_causes, root_cause
@@ -47,8 +47,8 @@ def write_folder(run: RunDir, incident: Incident) -> Path:
 
 
 def complete_evidence(run: RunDir, evidence: Evidence) -> None:
-    """Add what takes seconds: the overrides that reproduce the run, and the tokens of the guilty batches."""
-    evidence.run.overrides = overrides_in(run)
+    """Add what takes seconds: the overrides that reproduce the configuration, and the tokens of the guilty batches."""
+    evidence.run.overrides = overrides_at(run, evidence.incident)
     reread_batches(run, evidence.batches)
     evidence.hypotheses = markdown_report.hypotheses_of(evidence)
 

@@ -14,10 +14,12 @@ from harness.analysis.diagnose.logged_run import LoggedRun
 from harness.analysis.postmortem import evidence as schema
 from harness.analysis.postmortem import gather as gather_module
 from harness.analysis.postmortem.gather import find_incident, gather_evidence, incidents, remarks
+from harness.analysis.postmortem.incident_config import overrides_at
 from harness.analysis.postmortem.overrides import computed_settings, overrides_of
 from harness.analysis.postmortem.report import markdown_report
 from harness.config import compose
 from harness.config.errors import ConfigError
+from harness.core import rundir
 from harness.core.event_json import to_json
 from harness.core.events import ActionKind, Event, FindingKind, Incident, RunStarted, StepRecord
 from harness.core.rundir import RunDir
@@ -60,6 +62,34 @@ def test_credentials_are_removed(tmp_path: Path) -> None:
     evidence = evidence_of(run)
     assert "secret" not in str(schema.to_tree(evidence))
     assert evidence.run.tracking == "https://***@tracking.example abc"
+
+
+def test_an_incident_keeps_the_configuration_that_it_ran_with(tmp_path: Path) -> None:
+    """Whatever its remedy and later resumes have changed."""
+    place = [f"run.dir={tmp_path}", "run.name=run", "run.resume=changed"]
+    hot = [*place, "optim.lr=30", "data=mixture"]
+    run = write(tmp_path / "run", stories.poisoned(), compose.to_yaml(compose.load(hot)))
+    before = schema.to_tree(complete(run))
+    rundir.prepare_run_dir(compose.load([*hot, "optim.lr=0.001"]), run, iteration=ONSET)
+    rundir.prepare_run_dir(compose.load([*hot, "optim.lr=0.002", "optim.beta2=0.9"]), run, iteration=ONSET + 40)
+    assert schema.to_tree(complete(run)) == before
+    rundir.prepare_run_dir(compose.load(place), run, iteration=ONSET + 60)
+    after = complete(run)
+    assert after.run.overrides == ["data=mixture", "optim.lr=30.0"]
+    assert not [key for key in after.run.settings if key.startswith("data.sources.main.")], "a later source"
+
+
+def test_a_resume_before_an_incident_is_part_of_its_configuration(tmp_path: Path) -> None:
+    place = [f"run.dir={tmp_path}", "run.name=run", "run.resume=changed"]
+    run = write(tmp_path / "run", stories.poisoned(), compose.to_yaml(compose.load(place)))
+    rundir.prepare_run_dir(compose.load([*place, "optim.lr=30"]), run, iteration=ONSET - 1)
+    assert evidence_of(run).run.settings["optim.lr"] == 30.0
+
+
+def complete(run: RunDir) -> schema.Evidence:
+    evidence = evidence_of(run)
+    evidence.run.overrides = overrides_at(run, evidence.incident)
+    return evidence
 
 
 def test_cost_in_steps_seconds_tokens_and_money(tmp_path: Path) -> None:
