@@ -250,15 +250,16 @@ def reasons_to_keep(
 
 
 def _milestones(ordered: Sequence[Checkpoint], every_steps: int, *, with_first: bool = False) -> list[Checkpoint]:
-    """The first checkpoint in every interval of steps, from the newest generation that has one; oldest interval first.
+    """The first checkpoint in every interval of steps, oldest interval first.
 
-    `with_first` includes the interval from step 0 on.
+    `ordered` is without those that a rollback has undone, which are tainted. `with_first` includes the interval from
+    step 0 on.
     """
     first: dict[int, Checkpoint] = {}
     for checkpoint in ordered if every_steps else ():
         interval = checkpoint.step // every_steps
-        if (interval or with_first) and (interval not in first or first[interval].generation < checkpoint.generation):
-            first[interval] = checkpoint
+        if interval or with_first:
+            first.setdefault(interval, checkpoint)
     return [first[interval] for interval in sorted(first)]
 
 

@@ -87,9 +87,17 @@ def test_every_interval_keeps_one_checkpoint(history: list[Checkpoint], keep: in
     sound = [each for each in history if each.health is not Health.tainted]
     for interval in {each.step // every for each in sound} - {0}:
         members = [each for each in sound if each.step // every == interval]
-        newest = max(each.generation for each in members)
-        first = min((each for each in members if each.generation == newest), key=lambda checkpoint: checkpoint.step)
-        assert first in kept
+        assert min(members, key=lambda checkpoint: checkpoint.age) in kept
+
+
+@pytest.mark.parametrize(
+    ("restored_step", "expected"), [(1300, [1000, 1900, 2200]), (1000, [1000, 1900, 2200]), (900, [1600, 1900, 2200])]
+)
+def test_a_rollback_replaces_a_milestone_only_if_it_undoes_it(restored_step: int, expected: list[int]) -> None:
+    kept = [checkpoint(step, 0, Health.good if step <= restored_step else Health.tainted) for step in (900, 1000, 1300)]
+    for step in (1600, 1900, 2200):
+        kept = prune([*kept, checkpoint(step, 1, Health.good)], keep=2, keep_every_steps=1000)
+    assert [each.step for each in kept] == expected
 
 
 @given(HISTORIES, KEEP, KEEP_EVERY_STEPS, st.randoms())
