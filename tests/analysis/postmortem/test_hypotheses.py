@@ -13,6 +13,7 @@ import pytest
 from harness.analysis.postmortem.measures import measure, num_failed_recoveries, weight_growth
 from harness.analysis.postmortem.rules.causes import KNOWN, Cause, CauseStatus, RuleResult
 from harness.analysis.postmortem.rules.hypotheses import RULES, rank_causes, root_cause
+from harness.analysis.postmortem.rules.rate_rules import find_rate_change
 from harness.analysis.postmortem.rules.remedies import REMEDIES, remedy_of, restore_commands
 from harness.analysis.replay.history import REPLAY_FILE
 from harness.checkpoint.catalog import Health, mark, name_of
@@ -265,6 +266,21 @@ def test_moved_schedule_is_named(tmp_path: Path) -> None:
     evidence = evidence_of(write(tmp_path / "run", stories.longer_schedule()))
     sentence = remedy_of(Cause.lr_discontinuity, evidence).sentence
     assert "run.resume=changed changed train.num_steps from 160 to 400 at iteration 149" in sentence
+
+
+@pytest.mark.parametrize("later", [ONSET + 10, ONSET + 30])
+def test_a_later_resume_is_not_blamed(tmp_path: Path, later: int) -> None:
+    """Neither one within the incident nor one right after its last iteration, whose iteration is the same."""
+    cooled = [
+        replace(event, lr=1e-6) if isinstance(event, StepRecord) and event.iteration > later else event
+        for event in stories.hot_resume()
+    ]
+    log = [*cooled, stories.changed_config(later, train__num_steps=[400, 500])]
+    log = sorted(log, key=lambda event: event.iteration)
+    change = find_rate_change(evidence_of(write(tmp_path / "run", log, stories.RAISED)))
+    assert change is not None
+    assert change.text == "run.resume=changed changed optim.lr from 0.001 to 0.03 at iteration 145"
+    assert change.factor == pytest.approx(30)
 
 
 def test_onset_after_rejections_in_a_row_is_the_first_rejected_update(tmp_path: Path) -> None:

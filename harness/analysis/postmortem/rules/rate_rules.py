@@ -69,24 +69,32 @@ def rate_excess(evidence: Evidence) -> float | None:
 
 
 def find_rate_change(evidence: Evidence) -> RateChange | None:
-    """The newest intervention shortly before the incident's end that changed the learning rate."""
-    span = range(evidence.onset - CHANGE_BEFORE, evidence.incident.last + 1)
-    for event in reversed([each for each in evidence.of(Intervention) if each.iteration in span]):
+    """The intervention that changed the learning rate and is nearest to the onset: the newest one before it, else the
+    newest one before the last record of the incident."""
+    changes = [(event, *named) for event in evidence.of(Intervention) if (named := _name_rate_change(event))]
+    span = range(evidence.onset - CHANGE_BEFORE, evidence.incident.last)
+    ends = [*(event.iteration for event, _, _ in changes[1:]), math.inf]
+    inside = [(*change, end) for change, end in zip(changes, ends, strict=False) if change[0].iteration in span]
+    inside.reverse()
+    for event, key, text, end in sorted(inside, key=lambda change: change[0].iteration >= evidence.onset):
         before = [r.lr for r in evidence.records if r.iteration <= event.iteration and r.lr > 0]
-        after = [r.lr for r in evidence.records if r.iteration > event.iteration and r.lr > 0]
+        after = [r.lr for r in evidence.records if event.iteration < r.iteration <= end and r.lr > 0]
         if not before or not after:
             continue
         factor = max(after[:TREND_RECORDS], key=lambda rate: abs(math.log(rate / before[-1]))) / before[-1]
-        if max(factor, 1 / factor) < OFF_SCHEDULE:
-            continue
-        key = next((key for key in SCHEDULE_KEYS if key in event.changes), None)
-        if key is not None:
-            old, new = event.changes[key]
-            text = f"{event.reason} changed {key} from {old} to {new} at iteration {event.iteration}"
+        if max(factor, 1 / factor) >= OFF_SCHEDULE:
             return RateChange(text, factor, key)
-        if str(event.changes.get("command", "")).startswith("lr "):
-            text = f"an operator sent `{event.changes['command']}` at iteration {event.iteration}"
-            return RateChange(text, factor, "optim.lr")
+    return None
+
+
+def _name_rate_change(event: Intervention) -> tuple[str, str] | None:
+    """The key and the text of an intervention that changed the learning rate; None for any other."""
+    key = next((key for key in SCHEDULE_KEYS if key in event.changes), None)
+    if key is not None:
+        old, new = event.changes[key]
+        return key, f"{event.reason} changed {key} from {old} to {new} at iteration {event.iteration}"
+    if str(event.changes.get("command", "")).startswith("lr "):
+        return "optim.lr", f"an operator sent `{event.changes['command']}` at iteration {event.iteration}"
     return None
 
 
