@@ -22,9 +22,10 @@ from launch.cli.parser import CommandParser
 
 DESCRIPTION = """\
 Write DIR/index.html: every run at or below DIR with its state, losses, incidents, goodput and a link to its page,
-grouped by sweep, and the lessons of past incidents (lessons.md beside the runs), which are also printed. With --build
-the page of every run is written too, and in every directory of runs compare.html, which compares them; without it only
-existing pages are linked. Reports and pictures of `harness sweep report` are linked from their sweep.
+grouped by sweep, and the lessons of past incidents (lessons.md beside the runs), which are also printed. A link to a
+run counts as a run. With --build the page of every run is written too, and in every directory of runs compare.html,
+which compares them; without it only existing pages are linked. Reports and pictures of `harness sweep report` are
+linked from their sweep.
 """
 MOST_COMPARED = 32
 """Runs of one directory that compare.html holds, the first by name."""
@@ -96,11 +97,13 @@ def write_linked_page(path: Path, text: str) -> None:
 
 
 def lessons_below(root: Path) -> list[str]:
-    """The lessons beside the runs at or below a directory; of a run itself, its own."""
-    is_run = RunDir(root).events.exists()
-    folders = {root.resolve().parent} if is_run else {run.path.resolve().parent for run in find_runs(root)}
+    """The lessons beside the runs at or below a directory; of a run itself, and of a run behind a link, its own."""
+    runs = find_runs(root)
+    single = [run.path.resolve() for run in runs if run.path == root or run.path.is_symlink()]
+    folders = {path.parent for run in runs if (path := run.path.resolve()) not in single}
     lines = [line for folder in sorted(folders) for line in read_lessons(folder / LESSONS)]
-    return [line for line in lines if line.startswith(f"- {root.resolve().name} ")] if is_run else lines
+    own = [(path.name, read_lessons(path.parent / LESSONS)) for path in single if path.parent not in folders]
+    return lines + [line for name, lessons in own for line in lessons if line.startswith(f"- {name} ")]
 
 
 def build_parser() -> ArgumentParser:

@@ -1,17 +1,19 @@
 """Renders the HTML index of many runs: one table for each sweep or directory, one row for each run.
 
-A directory with an event log is a run. Runs directly below a directory with a `sweep.yaml` belong to that sweep. Each
-log is read once. The page works without its script, which sorts the tables and opens the comparison of runs.
+A directory with an event log is a run, and so is a link to one. Runs directly below a directory with a `sweep.yaml`
+belong to that sweep. Each log is read once. The page works without its script, which sorts the tables and opens the
+comparison of runs.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
+from itertools import islice
 from pathlib import Path
 from typing import final
 from urllib.parse import quote
@@ -63,14 +65,24 @@ class RunRow:
     has_page: bool
 
 
-def find_runs(root: Path) -> Iterator[RunDir]:
+def find_runs(root: Path) -> list[RunDir]:
     """All run directories at or below `root`, sorted by name; directories inside a run and hidden ones are not
-    searched."""
+    searched. A link to a run counts as a run, unless that run is found without it; no other link is followed."""
+    found: list[Path] = []
+    linked: list[Path] = []
     for path, folders, files in os.walk(root):
         folders[:] = sorted(folder for folder in folders if not folder.startswith("."))
         if "events.jsonl" in files:
             folders.clear()
-            yield RunDir(Path(path))
+            found.append(Path(path))
+        links = (link for folder in folders if (link := Path(path, folder)).is_symlink())
+        linked += [link for link in links for _, _, names in islice(os.walk(link), 1) if "events.jsonl" in names]
+    shown = {path.resolve() for path in found}
+    for link in sorted(linked):
+        if (run := link.resolve()) not in shown:
+            shown.add(run)
+            found.append(link)
+    return [RunDir(path) for path in sorted(found)]
 
 
 def run_row(run: RunDir, story: Story, *, root: Path, now_s: float) -> RunRow:

@@ -80,6 +80,22 @@ def test_runs_are_found_and_grouped(tmp_path: Path) -> None:
     assert "dashboard.html" not in text
 
 
+def test_a_link_to_a_run_is_a_run_that_is_shown_once(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    for path in (runs / "a", runs / "z", tmp_path / "elsewhere" / "b"):
+        write(path / "events.jsonl", [record(1, time=BEGUN)])
+    for name, target in {
+        "m": tmp_path / "elsewhere" / "b",
+        "n": tmp_path / "elsewhere" / "b",
+        "best": runs / "z",
+        "loop": runs,
+        "gone": tmp_path / "gone",
+    }.items():
+        (runs / name).symlink_to(target, target_is_directory=True)
+    assert [run.path.name for run in find_runs(runs)] == ["a", "m", "z"]
+    assert [run.path for run in find_runs(runs / "m")] == [runs / "m"]
+
+
 def test_a_sweep_links_its_comparison_report_and_pictures(tmp_path: Path) -> None:
     for name in ("compare.html", "report.md", "report-curves.png", "report-optim.lr.png", "other.png"):
         (tmp_path / name).touch()

@@ -69,6 +69,18 @@ def test_the_index_links_existing_pages(run: Path, capsys: pytest.CaptureFixture
     assert (run / "dashboard.html").exists()
 
 
+def test_a_run_behind_a_link_is_in_the_index_with_its_own_lessons(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run.parent / "lessons.md").write_text("- first 001: Clip lower.\n- second 001: Warm up longer.\n")
+    chosen = tmp_path / "chosen"
+    chosen.mkdir()
+    (chosen / "best").symlink_to(run, target_is_directory=True)
+    assert main(["report", str(chosen), "--build"]) == 0
+    assert capsys.readouterr().out == f"{chosen}/index.html\n- first 001: Clip lower.\n"
+    assert 'href="best/dashboard.html"' in (chosen / "index.html").read_text(encoding="utf-8")
+
+
 def test_the_page_of_a_run_of_another_user_is_left_out_of_the_index(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
