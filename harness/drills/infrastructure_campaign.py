@@ -159,6 +159,8 @@ class InfrastructureCampaign:
 
     seed: int
     every_s: float
+    minutes: float
+    """Requested length of the whole campaign, which determines the number of its faults."""
     words: list[str]
     """Overrides of the command line."""
     cards: list[FaultCard] = field(default_factory=list)
@@ -200,8 +202,9 @@ class InfrastructureCampaign:
 
     def repeat(self, number: int) -> str:
         """The command that repeats one fault of the schedule."""
-        options = ["--seed", str(self.seed), "--every", f"{self.every_s:g}", "--fault", str(number)]
-        return shell_command("harness", "drill", "campaign", "--infrastructure", *options, *self.words)
+        schedule = ["--seed", str(self.seed), "--minutes", f"{self.minutes:g}", "--every", f"{self.every_s:g}"]
+        options = [*schedule, "--fault", str(number), *self.words]
+        return shell_command("harness", "drill", "campaign", "--infrastructure", *options)
 
 
 def make_cards(schedule: Sequence[DrawnFault], victim: DrillEvidence, *, first: int = 0) -> list[FaultCard]:

@@ -135,7 +135,12 @@ def run_infrastructure(args: Namespace) -> int:
         schedule,
         first=args.fault or 0,
         campaign=InfrastructureCampaign(
-            seed=args.seed, every_s=args.every, words=list(args.overrides), skipped=skipped, goal=args.goal
+            seed=args.seed,
+            every_s=args.every,
+            minutes=args.minutes,
+            words=list(args.overrides),
+            skipped=skipped,
+            goal=args.goal,
         ),
     )
     write_atomically(root / REPORT, json.dumps(campaign.as_dict(), indent=2) + "\n")

@@ -80,6 +80,7 @@ def result(**changes: object) -> InfrastructureCampaign:
     values = {
         "seed": 7,
         "every_s": 120.0,
+        "minutes": 60.0,
         "words": ["model.dim=32"],
         "cards": campaign.make_cards(schedule, logs.killed_and_resumed()),
         "wall_s": 600.0,
@@ -134,7 +135,7 @@ def test_a_lost_fault_can_be_repeated() -> None:
     (card,) = result().cards
     lost = result(cards=[replace(card, recovery=replace(card.recovery, recovered=False))])
     assert not lost.passed
-    command = "harness drill campaign --infrastructure --seed 7 --every 120 --fault 0 model.dim=32"
+    command = "harness drill campaign --infrastructure --seed 7 --minutes 60 --every 120 --fault 0 model.dim=32"
     assert f"lost, repeat with: {command}\n" in campaign.campaign_text(lost)
     assert "0 of 1 fault survived, 1 lost" in campaign.campaign_text(lost)
 
