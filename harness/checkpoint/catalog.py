@@ -289,8 +289,16 @@ def delete(path: Path) -> bool:
     except FileNotFoundError:
         return False
     with suppress(FileNotFoundError):  # `remove_unfinished` of a starting run may delete it at the same time
-        shutil.rmtree(hidden)
+        _remove(hidden)
     return True
+
+
+def _remove(path: Path) -> None:
+    """Delete a directory. Of a link to one, only the link: another program may own what it points to."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def quarantine(path: Path) -> Path:
@@ -307,4 +315,5 @@ def remove_unfinished(root: Path) -> None:
     """Delete what a killed process left partly written or partly deleted. No other process may be writing."""
     for path in root.glob(".step-*"):
         if _UNFINISHED.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
+            with suppress(OSError):
+                _remove(path)

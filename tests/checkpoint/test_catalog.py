@@ -347,6 +347,21 @@ def test_delete_leaves_nothing(tmp_path: Path, quarantined: bool) -> None:
 
 
 @pytest.mark.parametrize("quarantined", [False, True])
+def test_delete_of_a_link_keeps_what_it_points_to(tmp_path: Path, quarantined: bool) -> None:
+    elsewhere = make(tmp_path, "elsewhere")
+    path = tmp_path / "run" / name_of(10, 0)
+    path.parent.mkdir()
+    path.symlink_to(elsewhere)
+    path = catalog.quarantine(path) if quarantined else path
+    assert catalog.delete(path)
+    assert not list(path.parent.iterdir())
+    path.with_name(f".{name_of(10, 0)}.gone-0123abcd").symlink_to(elsewhere)
+    catalog.remove_unfinished(path.parent)
+    assert not list(path.parent.iterdir())
+    assert (elsewhere / "__0_0.distcp").is_file()
+
+
+@pytest.mark.parametrize("quarantined", [False, True])
 def test_killed_delete_leaves_no_checkpoint(tmp_path: Path, quarantined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
