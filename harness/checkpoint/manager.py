@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from harness.checkpoint import catalog, integrity, saver
 from harness.checkpoint.catalog import Checkpoint, Health
@@ -42,6 +42,15 @@ POLL_S = 5.0
 """Longest wait for a thread between two collectives."""
 
 
+class _Origin(NamedTuple):
+    """When a checkpoint was taken."""
+
+    iteration: int
+    """The iteration whose state it has."""
+    time: float
+    """When it was written, in seconds since the epoch."""
+
+
 @final
 class CheckpointManager:
     def __init__(
@@ -56,8 +65,8 @@ class CheckpointManager:
         timeout."""
         self._poll_s = min(POLL_S, cfg.parallel.timeout_s / 4)
         self._plan_cache = saver.SavePlanCache()
-        self._iterations: dict[str, int] = {}
-        """Directory name -> iteration of the state, for checkpoints saved or read by this process."""
+        self._origins: dict[str, _Origin] = {}
+        """Directory name -> when it was taken, for checkpoints saved or read by this process."""
         self._rollback = rollback_cost(cfg).as_dict()
         self._root = root
         self._ring = ring
@@ -213,8 +222,8 @@ class CheckpointManager:
                 for checkpoint in saved
                 if checkpoint.step <= until_step and _is_allowed(checkpoint, allowed, strict=strict)
             ]
-            found = [(checkpoint.name, self._iteration_of(checkpoint.path, strict=strict)) for checkpoint in usable]
-            return [(name, iteration) for name, iteration in found if iteration is not None and iteration < before]
+            found = [(checkpoint.name, self._origin_of(checkpoint.path, strict=strict)) for checkpoint in usable]
+            return [(name, each.iteration) for name, each in found if each is not None and each.iteration < before]
 
         try:
             return self._rank_zero_retry().call(lambda: find(strict=True))
@@ -251,37 +260,38 @@ class CheckpointManager:
         read.
 
         The taint log is for their copies in an object store. A copy may be intact although the local checkpoint is
-        damaged, so damaged ones count there unless they are known to be older.
+        damaged, so damaged ones count there unless they are known to be older. The time in the log is not before that
+        of any checkpoint it covers, also if the clock was set back since or the run has moved to another machine.
         """
 
-        def find() -> dict[Path, int | None]:
-            saved = catalog.list_checkpoints(self._root)
-            taken = {checkpoint.path: self._iteration_of(checkpoint.path, strict=True) for checkpoint in saved}
-            damaged = catalog.list_damaged(self._root)
-            return taken | {path: self._iteration_of(path, strict=True) for path in damaged}
+        def find() -> dict[Path, _Origin | None]:
+            saved = [checkpoint.path for checkpoint in catalog.list_checkpoints(self._root)]
+            return {path: self._origin_of(path, strict=True) for path in [*saved, *catalog.list_damaged(self._root)]}
 
-        taken = self._rank_zero_retry().call(find)
-        undone = [path for path, taken_after in taken.items() if taken_after is None or taken_after > iteration]
-        for path in undone:
-            if catalog.is_checkpoint_name(path.name) and taken[path] is not None:
+        origins = self._rank_zero_retry().call(find)
+        undone = {path: origin for path, origin in origins.items() if origin is None or origin.iteration > iteration}
+        for path, origin in undone.items():
+            if catalog.is_checkpoint_name(path.name) and origin is not None:
                 catalog.mark(path, Health.tainted, reason)
         if undone:
             newest = max(catalog.parse_name(path.name)[1] for path in undone)
-            record_taint(self._root, Taint(iteration, newest, reason, time.time()))
+            latest_s = max([time.time(), *(origin.time for origin in undone.values() if origin is not None)])
+            record_taint(self._root, Taint(iteration, newest, reason, latest_s))
 
-    def _iteration_of(self, path: Path, *, strict: bool) -> int | None:
-        """The iteration a checkpoint was taken after. None if a resume would reject it anyway (damaged manifest, other
-        version) and, unless `strict`, if its storage cannot be read."""
-        if path.name not in self._iterations:
+    def _origin_of(self, path: Path, *, strict: bool) -> _Origin | None:
+        """When a checkpoint was taken. None if a resume would reject it anyway (damaged manifest, other version) and,
+        unless `strict`, if its storage cannot be read."""
+        if path.name not in self._origins:
             try:
-                self._iterations[path.name] = integrity.read_manifest(path).iteration
+                manifest = integrity.read_manifest(path)
+                self._origins[path.name] = _Origin(manifest.iteration, manifest.time)
             except (Damaged, OtherVersion):
                 return None
             except StorageError:
                 if strict:
                     raise
                 return None
-        return self._iterations[path.name]
+        return self._origins[path.name]
 
     def drain_events(self) -> Iterator[Event]:
         """Yield the events of saves and health marks since the last call."""
@@ -360,7 +370,7 @@ class CheckpointManager:
             if isinstance(event, CheckpointSaved):
                 self._on_disk.add(event.directory)
                 self._candidates[event.directory] = event.iteration
-                self._iterations[event.directory] = event.iteration
+                self._origins[event.directory] = _Origin(event.iteration, event.time)
 
     def _write(self, slot: Slot) -> None:
         if catalog.name_of(slot.state.step, slot.state.generation) in self._on_disk:

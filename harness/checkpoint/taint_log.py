@@ -27,6 +27,7 @@ class Taint(NamedTuple):
     """The newest generation of the tainted checkpoints."""
     reason: str
     time: float
+    """In seconds since the epoch; not before that of any checkpoint that it tainted on disk."""
 
     def covers(self, manifest: Manifest) -> bool:
         """Whether a checkpoint was taken after `iteration`, and saved before the rewind or rollback.

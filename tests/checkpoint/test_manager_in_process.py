@@ -573,6 +573,17 @@ def test_a_damaged_checkpoint_taints_its_copies_in_a_store(five: Played, world: 
     assert five.health == {2: Health.good, 4: Health.good, 6: Health.tainted}
 
 
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_taint_covers_copies_also_if_the_clock_was_set_back(
+    five: Played, world: World, clock: Clock, is_resumed: bool
+) -> None:
+    manifests = {step: integrity.read_manifest(five.root / name_of(step, 0)) for step in (4, 6, 10)}
+    assert all(manifest.time > clock.time() for manifest in manifests.values())
+    (resumed(five, world) if is_resumed else five.checkpoints).taint_since(4, "a test")
+    (taint,) = read_taints(five.root)
+    assert {step: taint.covers(manifest) for step, manifest in manifests.items()} == {4: False, 6: True, 10: True}
+
+
 def test_discard_after_drops_pending_save_and_later_snapshots(tmp_path: Path, world: World) -> None:
     run = Played(tmp_path, world, every_steps=2)
     run.steps(4)
