@@ -37,7 +37,8 @@ from harness.config.explain import explain
 from harness.config.model import ModelConfig
 from harness.config.precision import PrecisionKind
 from harness.config.schema import Config
-from harness.core.rundir import RunDir, write_atomically
+from harness.core.locking import run_lease
+from harness.core.rundir import RunDir, has_begun, write_atomically
 from harness.core.state import RunState
 from harness.data.corpus.remote_cache import use_cache
 from harness.data.corpus.token_files import expand
@@ -211,8 +212,10 @@ def find_tokenizer(cfg: Config) -> tuple[Path, str | None] | None:
 
 
 def import_model(source: Path, run: RunDir) -> tuple[Path, dict[str, Any]]:
-    """Make the weights of a directory the first checkpoint of a run; returns its path and the matching `model`
-    options."""
+    """Make the weights of a directory the first checkpoint of a run that has not begun; returns its path and the
+    matching `model` options."""
+    run_lease.require_free(run.path, wait=False)
+    require(not has_begun(run), str(run.path), "has already trained; import into a new run")
     occupied = [*catalog.list_checkpoints(run.checkpoints), *catalog.list_damaged(run.checkpoints)]
     require(not occupied, str(run.path), "already has checkpoints; import into a new run")
     path = source / CONFIG

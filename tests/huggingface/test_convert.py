@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -20,7 +23,9 @@ from harness.config import compose
 from harness.config.errors import ConfigError
 from harness.config.precision import PrecisionKind
 from harness.config.schema import Config
-from harness.core.rundir import RunDir
+from harness.core.event_json import to_json
+from harness.core.events import RunStarted
+from harness.core.rundir import RunDir, append_line
 from harness.core.state import RunState
 from harness.data.prepare.prepare import prepare_corpus
 from harness.data.prepare.prepared_files import Options
@@ -30,6 +35,7 @@ from harness.huggingface import convert
 from harness.model.init import initialize
 from harness.model.transformer import Transformer
 from harness.precision.mixed_precision import linear
+from harness.telemetry.event_log import prepare_run
 from tests import composed
 
 SEQUENCE_LENGTH = 19
@@ -353,6 +359,23 @@ def test_a_run_with_checkpoints_is_not_overwritten(tmp_path: Path) -> None:
     catalog.quarantine(convert.choose_checkpoint(run).path)
     with pytest.raises(ConfigError, match="already has checkpoints"):
         convert.import_model(directory, run)
+
+
+def test_a_run_that_trains_or_has_trained_is_not_imported_into(tmp_path: Path, exported: Path) -> None:
+    run = prepare_run(loaded(*SMALL, f"run.dir={tmp_path}", "run.name=new"))
+    imports = "from pathlib import Path; from harness.core.locking import run_lease"
+    code = f"{imports}; run_lease.hold(Path({str(run.path)!r}), 60); print(); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=PIPE, stdout=PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(ConfigError, match=r"^run\.name: .*new is in use by"):
+            convert.import_model(exported, run)
+        other.kill()
+    started = RunStarted(time=1.0, iteration=0, world_size=1, num_steps=9, step=0, resumed_from=None)
+    append_line(run.events, to_json(started))
+    with pytest.raises(ConfigError, match=r"new: has already trained; import into a new run$"):
+        convert.import_model(exported, run)
+    assert not run.checkpoints.exists()
 
 
 def drop(weights: dict[str, Tensor]) -> None:
