@@ -34,7 +34,8 @@ from launch.cli.parser import CommandParser
 
 DESCRIPTION = f"""\
 Run the detectors and the policy over a log: CSV or JSON lines with step, loss and any of
-{", ".join(list(NAMES)[2:])}. Exports of W&B, MLflow and TensorBoard and events.jsonl are recognised.
+{", ".join(list(NAMES)[2:])}. Exports of W&B, MLflow and TensorBoard, trainer_state.json of Hugging Face
+and events.jsonl are recognised.
 With --json the last line on stdout is {{"incidents": [...]}}.
 """
 COLUMNS = ("kind", "severity", "type", "onset", "detected", "peak", "end", "loss", "action", "finding")

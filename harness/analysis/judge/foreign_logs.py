@@ -1,9 +1,10 @@
-"""Reads training logs of other programs: CSV or JSON lines, one row per step, with any column names.
+"""Reads training logs of other programs: CSV, JSON lines or a JSON list, one row per step, with any column names.
 
 Why: users try the detectors on logs of past runs before they install anything else.
 How: a column name is reduced to its last part (`run-a - train/loss` becomes `loss`) and looked up in `NAMES`. Exports
-of W&B, MLflow (long or wide), TensorBoard and this harness are recognized. Rows are streamed, except MLflow's long
-format, which lists one metric after another. A row without a loss is skipped; NaN and Inf are valid values.
+of W&B, MLflow (long or wide), TensorBoard and this harness are recognized, and `trainer_state.json` of Hugging Face's
+Trainer. Rows are streamed, except MLflow's long format, which lists one metric after another, and a file that is one
+JSON value. A row without a loss is skipped; NaN and Inf are valid values.
 """
 
 from __future__ import annotations
@@ -67,8 +68,24 @@ def _read_lines(path: Path, lines: Iterator[str], wanted: Mapping[str, str]) -> 
     first = next((line for line in lines if line.strip()), "")
     if not first:
         raise ConfigError(str(path), "is empty")
+    lines = chain([first], lines)
+    if first.lstrip().startswith("[{") or first.strip() in ("{", "[") or '"log_history"' in first:
+        lines = map(json.dumps, _read_list(path, "".join(lines)))
+        first = "{"
     read = _from_json if first.lstrip().startswith("{") else _from_csv
-    yield from read(path, chain([first], lines), wanted)
+    yield from read(path, lines, wanted)
+
+
+def _read_list(path: Path, text: str) -> list[Any]:
+    """The rows of a file that is one JSON value: a list, or `log_history` of Hugging Face's Trainer."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(str(path), f"is neither JSON lines nor one JSON value: {error}") from None
+    rows = value.get("log_history") if isinstance(value, dict) else value
+    if not isinstance(rows, list):
+        raise ConfigError(str(path), "is one JSON object without the list log_history; give CSV or JSON lines")
+    return rows
 
 
 def _from_json(path: Path, lines: Iterator[str], wanted: Mapping[str, str]) -> Iterator[Event]:
@@ -76,6 +93,7 @@ def _from_json(path: Path, lines: Iterator[str], wanted: Mapping[str, str]) -> I
     keys: list[str] = []
     known: set[str] = set()
     record = empty_record()
+    is_own = False
     for number, line in enumerate(lines):
         try:
             row = json.loads(line)
@@ -84,15 +102,26 @@ def _from_json(path: Path, lines: Iterator[str], wanted: Mapping[str, str]) -> I
         if not isinstance(row, dict):
             continue
         if "event" in row and "iteration" in row:
-            yield from parse(line)
+            events = _own_events(line)
+            is_own = is_own or bool(events)
+            yield from events
+        if is_own:
             continue
         if not known.issuperset(row):
             keys = list(dict.fromkeys([*keys, *row]))
             known, columns = set(keys), find_columns(keys, wanted)
         if "loss" in columns and fill_record(record, number, [row.get(columns.get(name)) for name in NAMES]):
             yield record
-    if record.cursor == -1 and keys and "loss" not in columns:
+    if record.cursor == -1 and keys and "loss" not in columns and not is_own:
         raise missing(path, keys)
+
+
+def _own_events(line: str) -> list[Event]:
+    """The event of a line of this harness; empty for a row of another program, which may have keys of the same name."""
+    try:
+        return list(parse(line))
+    except (AttributeError, OverflowError):
+        return []
 
 
 def _from_csv(path: Path, lines: Iterator[str], wanted: Mapping[str, str]) -> Iterator[StepRecord]:

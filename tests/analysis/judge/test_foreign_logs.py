@@ -39,6 +39,13 @@ WANT = [(1, 3.0, 0.5), (2, 2.5, 0.4)]
         "run_id,key,value,step,timestamp\na,loss,2.5,2,0\na,loss,3.0,1,0\na,grad_norm,0.5,1,0\na,grad_norm,0.4,2,0\n",
         '{"_step": 1, "train/loss": 3.0, "grad_norm": 0.5}\n{"_step": 2, "train/loss": "2.5", "grad_norm": 0.4}\n',
         '{"lr": 0.1}\n{"step": 1, "loss": 3.0, "gnorm": 0.5}\nnot json\n{"step": 2, "loss": 2.5, "gnorm": 0.4}\n',
+        '{"event": "train", "iteration": 1, "loss": 3.0, "grad_norm": 0.5}\n'
+        '{"event": "step", "iteration": 2, "time": 9, "loss": 2.5, "grad_norm": 0.4, "batch": 7}\n',
+        '{"log_history": [{"step": 1, "loss": 3.0, "grad_norm": 0.5}, {"step": 2, "loss": 2.5, "grad_norm": 0.4}]}',
+        '{\n "log_history": [\n  {"step": 1, "loss": 3.0, "grad_norm": 0.5},\n  {"step": 1, "eval_loss": 4.0},\n'
+        '  {"step": 2, "loss": 2.5, "grad_norm": 0.4},\n  {"step": 2, "train_loss": 2.7}\n ]\n}\n',
+        '[\n {"step": 1, "loss": 3.0, "grad_norm": 0.5},\n {"step": 2, "loss": 2.5, "grad_norm": 0.4}\n]\n',
+        '[{"step": 1, "loss": 3.0, "grad_norm": 0.5}, {"step": 2, "loss": 2.5, "grad_norm": 0.4}]',
         "\n\nstep,loss,gnorm\n1,3.0,0.5\n\n2,2.5,0.4\n3,,0.4\n4\n",
     ],
 )
@@ -56,6 +63,12 @@ def test_own_event_log_gives_full_records(tmp_path: Path) -> None:
     (row,) = records_of(path, {})
     assert math.isnan(row.loss)
     assert (row.step, row.refused, row.nonfinite_ranks) == (7, True, [3])
+
+
+def test_a_row_of_an_own_log_with_an_unknown_event_is_no_step(tmp_path: Path) -> None:
+    unknown = '{"event": "later", "time": 1, "iteration": 8, "loss": 9.0}\n'
+    text = unknown.replace("loss", "lost") + to_json(record(7, 3.0, 0.5)) + "\n" + unknown
+    assert rows(tmp_path / "events.jsonl", text) == [(7, 3.0, 0.5)]
 
 
 def test_nan_and_inf_are_valid_values(tmp_path: Path) -> None:
@@ -88,6 +101,8 @@ def test_training_loss_is_preferred() -> None:
         ("step,accuracy\n1,0.5\n", "no column for the loss.*'step', 'accuracy'"),
         ('{"step": 1, "accuracy": 0.5}\n', "no column for the loss.*'step', 'accuracy'"),
         ("step,a - loss,b - loss\n1,2,3\n", "'a - loss', 'b - loss'"),
+        ('{\n "loss": 1\n}\n', "is one JSON object without the list log_history"),
+        ('{\n "log_history": [\n', "is neither JSON lines nor one JSON value: Expecting value"),
         ("key,value,step\naccuracy,1,1\n", "no column for the loss.*'accuracy'"),
     ],
 )
