@@ -270,7 +270,8 @@ def read_weights(source: Path, cfg: ModelConfig) -> dict[str, Tensor]:
                 require(view.get_shape() == list(shape), str(file), message)
                 message = f"{name} has dtype {view.get_dtype()}; allowed are {', '.join(sorted(LOADABLE))}"
                 require(view.get_dtype() in LOADABLE, str(file), message)
-                weights[parameter] = tensors.get_tensor(name).float()
+                weights[parameter] = weight = tensors.get_tensor(name).float()
+                require(bool(weight.isfinite().all()), str(file), f"{name} contains values that are not finite")
     return weights
 
 

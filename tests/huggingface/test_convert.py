@@ -394,9 +394,14 @@ def quantize(weights: dict[str, Tensor]) -> None:
     weights["model.norm.weight"] = torch.zeros(32, dtype=torch.int8)
 
 
+def blow_up(weights: dict[str, Tensor]) -> None:
+    weights["model.norm.weight"][3] = torch.inf
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
+        (blow_up, "model.safetensors: model.norm.weight contains values that are not finite"),
         (drop, "exported: model.norm.weight is missing"),
         (add, "exported: model.layers.2.mlp.up_proj.weight does not belong to the model of config.json"),
         (bend, "model.safetensors: lm_head.weight has shape [255, 32], config.json needs [256, 32]"),
