@@ -255,6 +255,7 @@ def read_weights(source: Path, cfg: ModelConfig) -> dict[str, Tensor]:
     """Every parameter of the model in fp32, by the name in `Transformer`; raises on missing, extra or misshaped
     tensors."""
     places = find_tensors(source)
+    tied_head = places.pop(names.NAMES[names.HEAD], None) if cfg.tied_head else None
     shapes = {names.hf_name(parameter): (parameter, shape) for parameter, shape in names.parameter_shapes(cfg).items()}
     for name in shapes:
         require(name in places, str(source), f"{name} is missing")
@@ -272,7 +273,18 @@ def read_weights(source: Path, cfg: ModelConfig) -> dict[str, Tensor]:
                 require(view.get_dtype() in LOADABLE, str(file), message)
                 weights[parameter] = weight = tensors.get_tensor(name).float()
                 require(bool(weight.isfinite().all()), str(file), f"{name} contains values that are not finite")
+    if tied_head is not None:
+        require_tied(tied_head, weights[names.EMBEDDING])
     return weights
+
+
+def require_tied(file: Path, embedding: Tensor) -> None:
+    """Reject a head beside a tied embedding, unless it is a copy of the embedding, as some tools write it."""
+    name = names.NAMES[names.HEAD]
+    with open_safetensors(file) as tensors:
+        is_copy = torch.equal(tensors.get_tensor(name).float(), embedding)
+    message = f"{name} is not {names.NAMES[names.EMBEDDING]}, but {CONFIG} has tie_word_embeddings"
+    require(is_copy, str(file), message)
 
 
 def find_tensors(source: Path) -> dict[str, Path]:

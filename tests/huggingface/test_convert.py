@@ -38,6 +38,7 @@ from harness.precision.mixed_precision import linear
 from harness.telemetry.event_log import prepare_run
 from tests import composed
 
+EMBEDDING = "model.embedding.weight"
 SEQUENCE_LENGTH = 19
 SMALL = [
     f"train.sequence_length={SEQUENCE_LENGTH}",
@@ -454,3 +455,19 @@ def test_half_precision_and_old_tables_are_accepted(tmp_path: Path) -> None:
     read = store.read_tensors(checkpoint, ["model.head.weight"])["model.head.weight"]
     assert read.dtype == torch.float32
     assert torch.equal(read, weights["lm_head.weight"].float())
+
+
+def test_a_head_beside_a_tied_embedding_must_be_a_copy_of_it(tmp_path: Path) -> None:
+    run, _, model = make_run(tmp_path / "run", "model.tied_head=true")
+    path = export(run, tmp_path / "exported") / "model.safetensors"
+    weights = load_file(path)
+    head = weights["model.embed_tokens.weight"].clone()
+    save_file(weights | {"lm_head.weight": head}, path)
+    checkpoint, options = convert.import_model(tmp_path / "exported", RunDir(tmp_path / "new"))
+    assert options["tied_head"]
+    assert torch.equal(store.read_tensors(checkpoint, [EMBEDDING])[EMBEDDING], model.embedding.weight)
+    head[7, 3] += 1e-3
+    save_file(weights | {"lm_head.weight": head}, path)
+    complaint = "lm_head.weight is not model.embed_tokens.weight, but config.json has tie_word_embeddings"
+    with pytest.raises(ConfigError, match=complaint):
+        convert.import_model(tmp_path / "exported", RunDir(tmp_path / "other"))
