@@ -22,7 +22,7 @@ import yaml
 
 from harness.analysis.judge.foreign_logs import NAMES, read_log
 from harness.analysis.judge.incident_groups import IncidentGroup, IncidentGrouper
-from harness.analysis.judge.judge_picture import Trace, draw
+from harness.analysis.judge.judge_picture import LARGEST_STEP, Trace, draw
 from harness.analysis.judge.run_events import tell_detectors
 from harness.config.conf_files import conf_dir
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, require
@@ -64,6 +64,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def write_plot(trace: Trace, incidents: Sequence[IncidentGroup], out: Path, *, title: str) -> None:
+    largest = trace.largest_step
+    require(largest <= LARGEST_STEP, "--plot", f"cannot draw steps above {LARGEST_STEP:.3g}, got {largest:.3g}")
     try:
         draw(trace, incidents, out, title=title)
     except OSError as error:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 MOST_COLUMNS = 4096
 SIZE_INCHES, DOTS_PER_INCH = (9.0, 4.2), 150
 INK, GRID, BLUE, ORANGE, RED = "#24292f", "#e6e8eb", "#2563a8", "#e07b1f", "#c8322b"
+LARGEST_STEP = 2**63 - 1
+"""Matplotlib draws no larger integers."""
 MARGIN = 0.08
 WHOLE_WITHIN = 4.0
 """The first losses are in the picture if the axis then is at most this many times as high as without them."""
@@ -53,6 +55,8 @@ class Trace:
     num_rows: int = 0
     first_step: int = 0
     last_step: int = 0
+    largest_step: int = 0
+    """Largest absolute value."""
 
     def add(self, step: int, loss: float) -> None:
         """Add one row."""
@@ -60,6 +64,7 @@ class Trace:
             self.first_step = step
         self.num_rows += 1
         self.last_step = step
+        self.largest_step = max(self.largest_step, abs(step))
         value = loss if math.isfinite(loss) else math.nan
         if self.columns and self.filled < self.rows_each:
             self.filled += 1

@@ -81,6 +81,7 @@ def test_columns_and_options_can_be_given(tmp_path: Path, capsys: pytest.Capture
         (["/proc/self/mem"], "/proc/self/mem: cannot be read: Input/output error"),
         (["log.csv", "--plot", "absent/out.png"], "--plot: absent is not a directory"),
         (["good.csv", "--plot", "directory"], "--plot: directory cannot be written: Is a directory"),
+        (["large.csv", "--plot", "out.png"], "--plot: cannot draw steps above 9.22e+18, got 1e+300"),
         ([], "judge: the following arguments are required: FILE"),
     ],
 )
@@ -95,6 +96,7 @@ def test_errors_are_one_line(
     Path("log.csv").write_text("a,b\n1,2\n")
     Path("none.csv").write_text("step,loss\n1,\n")
     Path("good.csv").write_text("step,loss\n1,2\n")
+    Path("large.csv").write_text("step,loss\n1,2\n1e300,2\n")
     Path("long.csv").write_text("step,loss\n1," + "2" * 200_000)
     Path("directory").mkdir()
     assert main(["judge", *arguments]) == 2
