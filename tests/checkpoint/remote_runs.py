@@ -25,7 +25,12 @@ def make_run(path: Path, url: str) -> RunDir:
     run = RunDir(path)
     run.checkpoints.mkdir(parents=True)
     run.logs.mkdir()
-    overrides = [f"checkpoint.remote.url={url}", "checkpoint.remote.keep=2", "checkpoint.remote.exit_wait_s=60"]
+    overrides = [
+        f"run.name={path.name}",
+        f"checkpoint.remote.url={url}",
+        "checkpoint.remote.keep=2",
+        "checkpoint.remote.exit_wait_s=60",
+    ]
     run.config.write_text(to_yaml(load(overrides)))
     run.events.write_text('{"event":"run_started"}\n{"event":"step"}\n{"event":"half')
     run.ledger.write_text("")

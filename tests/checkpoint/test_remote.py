@@ -22,6 +22,7 @@ from harness.checkpoint.integrity import Damaged
 from harness.checkpoint.remote.__main__ import upload_until_end
 from harness.checkpoint.remote.upload_process import UPLOAD_LOG, UploadProcess
 from harness.checkpoint.remote.uploader import PINNED, Uploader
+from harness.config.compose import read
 from harness.config.errors import ConfigError, StorageError
 from harness.core import processes
 from harness.core.object_store import ObjectStore
@@ -326,12 +327,13 @@ def test_a_bucket_that_does_not_exist_is_one_line(
 ) -> None:
     """At the start of a run, and if it was deleted since."""
     save(run, 10)
-    cfg = settings(run)
-    cfg.remote.url = f"{server.protocol}://no-such-bucket/runs"
-    message = f"{cfg.remote.url}/{run.path.name}: there is no bucket no-such-bucket; create it, or choose another"
+    cfg = read(run.config)
+    remote = cfg.checkpoint.remote
+    remote.url = f"{server.protocol}://no-such-bucket/runs"
+    message = f"{remote.url}/{run.path.name}: there is no bucket no-such-bucket; create it, or choose another"
     for directory in (run, RunDir(tmp_path / "none" / run.path.name)):
         with pytest.raises(ConfigError, match=message):
-            restore(directory, cfg.remote)
+            restore(directory, remote)
     with pytest.raises(ConfigError, match=message):
         upload_until_end(run, cfg, trainer=None)
     assert "deleted before it was uploaded" not in capsys.readouterr().err
@@ -348,8 +350,8 @@ def test_without_the_store_a_local_run_goes_on_and_a_new_machine_waits(
         assert "uploads wait" in capsys.readouterr().err
         with pytest.raises(StorageError, match="does not answer"):
             restore(RunDir(tmp_path / "none" / run.path.name), cfg)
-        fast = settings(run)
-        fast.remote.exit_wait_s = 1.0
+        fast = read(run.config)
+        fast.checkpoint.remote.exit_wait_s = 1.0
         assert upload_until_end(run, fast, trainer=None) == 75
     finally:
         server.relay.up()

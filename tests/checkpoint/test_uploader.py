@@ -23,6 +23,7 @@ from harness.checkpoint.remote.__main__ import main as upload_main
 from harness.checkpoint.remote.remote_run import RemoteRun
 from harness.checkpoint.remote.uploader import Uploader
 from harness.checkpoint.taint_log import Taint, record_taint
+from harness.config.compose import read
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, StorageError
 from harness.core.locking.file_lock import exclusive
 from harness.core.rundir import RunDir
@@ -235,7 +236,7 @@ def test_denied_access_is_tried_again_once_the_trainer_is_gone(run: RunDir, monk
         return genuine(*arguments, **options)
 
     monkeypatch.setattr(LocalFileSystem, "find", find)
-    assert upload_until_end(run, settings(run), trainer=-1) == 0
+    assert upload_until_end(run, read(run.config), trainer=-1) == 0
     assert stored(run) == [(name, "candidate")]
 
 
@@ -339,3 +340,18 @@ def test_an_upload_that_waits_for_another_says_so_once(run: RunDir, capsys: pyte
         assert code.result(timeout=60) == EXIT_DONE
     assert "waiting" not in capsys.readouterr().err
     assert stored(run) == [(name, "candidate")]
+
+
+@pytest.mark.parametrize("is_link", [True, False])
+def test_a_renamed_directory_or_a_link_to_it_is_uploaded_to_the_place_of_its_run(run: RunDir, is_link: bool) -> None:
+    first, remote = save_small(run, 10), remote_of(run)
+    assert upload_main([str(run.path)]) == EXIT_DONE
+    second = save_small(run, 20)
+    other = run.path.with_name("other")
+    if is_link:
+        other.symlink_to(run.path)
+    else:
+        run.path.rename(other)
+    assert upload_main([str(other)]) == EXIT_DONE
+    assert [each.name for each in remote.list_checkpoints()] == [first, second]
+    assert [path.name for path in (run.path.parents[1] / "store").iterdir()] == ["first"]

@@ -18,8 +18,8 @@ from harness.checkpoint.remote.remote_run import open_remote_run
 from harness.checkpoint.remote.upload_process import UPLOAD_LOG
 from harness.checkpoint.remote.uploader import Uploader
 from harness.config import compose
-from harness.config.checkpoint import CheckpointConfig
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError
+from harness.config.schema import Config
 from harness.core.child_process import ignore_trainer_signals, is_run_over, lower_priority, wait_for_trainer
 from harness.core.locking.file_lock import exclusive
 from harness.core.object_store import AccessDenied
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ignore_trainer_signals()
         lower_priority()
     try:
-        cfg = compose.read(run.config).checkpoint
+        cfg = compose.read(run.config)
         with exclusive(run.path / LOCK, keep_trying=wait_with_notice(run)):
             return upload_until_end(run, cfg, trainer=options.trainer)
     except ConfigError as error:
@@ -69,14 +69,17 @@ def has_store(run: RunDir) -> bool:
     return compose.read(run.config).checkpoint.remote.url is not None
 
 
-def upload_until_end(run: RunDir, cfg: CheckpointConfig, *, trainer: int | None) -> int:
+def upload_until_end(run: RunDir, cfg: Config, *, trainer: int | None) -> int:
     """Upload until the trainer, the parent of this process, is gone and everything is in the store. The store gets
     `exit_wait_s` seconds after that; without a trainer as long.
 
+    The place in the store follows `run.name`, as that of a resume does: the directory may be a link or may have moved.
     Denied access ends it while the trainer is there: rank 0 warns and starts it again. Later nobody would.
     """
-    assert cfg.remote.url is not None
-    remote = open_remote_run(cfg.remote.url, run.path.name, retry_s=0)
+    checkpoint, name = cfg.checkpoint, cfg.run.name
+    assert checkpoint.remote.url is not None
+    assert name is not None, "a start names its run"
+    remote = open_remote_run(checkpoint.remote.url, name, retry_s=0)
     uploader: Uploader | None = None
     pause_s, failed, gone_s = FIRST_PAUSE_S, "", None
     while True:
@@ -84,7 +87,7 @@ def upload_until_end(run: RunDir, cfg: CheckpointConfig, *, trainer: int | None)
         if is_last and gone_s is None:
             gone_s = time.monotonic()
         try:
-            uploader = uploader or Uploader(run, remote, cfg)
+            uploader = uploader or Uploader(run, remote, checkpoint)
             for line in uploader.upload_due(last=is_last):
                 log_with_time(line)
             if failed:
@@ -98,7 +101,7 @@ def upload_until_end(run: RunDir, cfg: CheckpointConfig, *, trainer: int | None)
             problem = _describe(error)
             log_with_time(problem if problem != failed else f"still: {problem}")
             failed, pause_s = problem, min(2 * pause_s, LONGEST_PAUSE_S)
-        if gone_s is not None and time.monotonic() - gone_s > cfg.remote.exit_wait_s:
+        if gone_s is not None and time.monotonic() - gone_s > checkpoint.remote.exit_wait_s:
             return EXIT_INTERRUPTED
         _sleep(pause_s if failed else POLL_S, trainer)
 
