@@ -49,8 +49,9 @@ def write_checkpoint(run: RunDir, step: int) -> None:
     path.mkdir()
     (path / SHARD).write_bytes(b"weights")
     files = integrity.hash_files(path, [SHARD])
-    counts = {"generation": 0, "tokens": 0, "world_size": 2}
-    manifest = integrity.Manifest(step=step, iteration=step, time=1.0, files=files, **counts)
+    manifest = integrity.Manifest(
+        step=step, generation=0, iteration=step, tokens=step, time=1.0, world_size=2, files=files
+    )
     integrity.write_checkpoint_manifest(path, manifest)
 
 
