@@ -265,5 +265,6 @@ def test_which_learning_rates_are_jumps_after_a_resume(changed_at: int, lr: floa
     again = Sentinel.start(CFG)
     again.schedule_changed_at = changed_at
     again.resume(as_stored(first), (), iteration=100)
-    findings, _ = again.process_record(replace(healthy(101), lr=lr))
+    rows = [replace(healthy(iteration), lr=lr) for iteration in (101, 102)]
+    findings = [found for row in rows for found in again.process_record(row)[0]]
     assert [found.kind for found in findings] == kinds

@@ -22,6 +22,8 @@ SETTLED_STEPS = 100
 JUMP_OF_PEAK, JUMP_OF_VALUE, EXPECTED_ROWS = 0.1, 0.2, 50
 """An lr change is a jump above these shares of the peak lr and of the lr itself; rows for which a change is
 expected."""
+FALLS_ON = 0.5
+"""A rate falls on if it falls in the next row too, by at least this share of the fall per step."""
 MOST_EXPECTED_RISE = 3.0
 """A change on purpose that multiplies the rate by more than this within one record is a jump all the same: after more
 steps were added at the end of a schedule, for example."""
@@ -137,7 +139,10 @@ class WeightGuard:
 @final
 @dataclass(slots=True)
 class RateGuard:
-    """Learning-rate jumps: a schedule is locally linear, so a row far off the line through the last two is a jump."""
+    """Learning-rate jumps: a schedule is locally linear, so a row far off the line through the last two is a jump.
+
+    A fall is one only if the next row does not fall on: where a short decay begins, the line bends and goes on.
+    """
 
     step: int = -1
     rate: float = 0.0
@@ -149,17 +154,22 @@ class RateGuard:
     expected: int = 0
     """Rows left in which a change is expected, unless the rate rises by more than `MOST_EXPECTED_RISE`."""
     rising: bool = False
+    fallen: list[float] = field(default_factory=list)
+    """Of a fall in the last row, which the next row decides: its iteration, the rates before and after, and the change
+    per step."""
 
     def observe(self, record: ReducedRecord) -> list[Finding]:
         rate, steps = record.lr, record.step - self.step
         change = rate - self.rate
-        found, slope = [], change / steps if steps > 0 and self.count else None
+        slope = change / steps if steps > 0 and self.count else None
+        found, self.fallen = self._judge_fall(record, slope), []
         if slope is not None and self.slope is not None and self.count >= LEAST_ROWS:
             off_line = min(abs(change - self.slope * steps), abs(change))
             if off_line > JUMP_OF_PEAK * self.peak and off_line > JUMP_OF_VALUE * max(rate, self.rate):
-                if self.expected == 0 or rate > MOST_EXPECTED_RISE * self.rate:
-                    message = f"learning rate jumped from {self.rate:.3g} to {rate:.3g} within one record"
-                    found = [make_finding(FindingKind.lr_jump, record, rate, self.rate, message)]
+                if change < 0.0 and self.expected == 0:
+                    self.fallen = [record.iteration, self.rate, rate, slope]
+                elif self.expected == 0 or rate > MOST_EXPECTED_RISE * self.rate:
+                    found.append(make_jump(record, self.rate, rate))
                 slope = None
         self.rising = self.count > 0 and change > 0.0
         self.step, self.rate, self.slope = record.step, rate, slope
@@ -168,6 +178,22 @@ class RateGuard:
         if rate > self.peak:
             self.peak = rate
         return found
+
+    def _judge_fall(self, record: ReducedRecord, slope: float | None) -> list[Finding]:
+        """The finding of a fall in the row before, unless the rate falls on, or a restore undid the row."""
+        if not self.fallen or slope is None:
+            return []
+        iteration, before, after, fall = self.fallen
+        if slope <= FALLS_ON * fall:
+            return []
+        finding = make_jump(record, before, after)
+        finding.onset = int(iteration)
+        return [finding]
+
+
+def make_jump(record: ReducedRecord, before: float, after: float) -> Finding:
+    message = f"learning rate jumped from {before:.3g} to {after:.3g} within one record"
+    return make_finding(FindingKind.lr_jump, record, after, before, message)
 
 
 @final

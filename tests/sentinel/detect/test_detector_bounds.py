@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
 import pytest
 
 from harness.core.events import Finding, FindingKind, StepRecord
+from harness.optim.schedule import schedule_table
 from harness.sentinel.detect.detectors import Detectors
 from harness.sentinel.detect.fp8_range import RangeGuard
 from harness.sentinel.detect.guards import STUCK_ROWS, RateGuard, ScaleGuard, rank_distances
 from harness.sentinel.detect.loss_curve import loud_ranks, slow_change
+from tests import composed
 from tests.sentinel.series import config, kinds, record
 
 CFG = config()
@@ -275,10 +278,39 @@ class TestGuards:
     )
     def test_a_jump_is_a_tenth_of_the_peak_and_a_fifth_of_the_value(self, rate: float, found: list[str]) -> None:
         rows = [record(step, 3.0, lr=1.0) for step in range(30)]
-        assert kinds(watch([*rows, record(30, 3.0, lr=rate)])) == found
+        assert kinds(watch([*rows, record(30, 3.0, lr=rate), record(31, 3.0, lr=rate)])) == found
         decayed = [record(step, 3.0, lr=max(0.08, 1.0 - 0.01 * step)) for step in range(200)]
         assert watch([*decayed, record(200, 3.0, lr=0.17)]) == [], "less than a tenth of the peak"
         assert kinds(watch([*decayed, record(200, 3.0, lr=0.19)])) == ["lr_jump"]
+
+    @pytest.mark.parametrize(("following", "is_jump"), [(0.25, False), (0.26, True), (0.5, True), (1.0, True)])
+    def test_a_fall_is_a_jump_unless_the_rate_falls_on(self, following: float, is_jump: bool) -> None:
+        rows = [*(record(step, 3.0, lr=1.0) for step in range(30)), record(30, 3.0, lr=0.5)]
+        assert watch(rows) == []
+        findings = watch([*rows, record(31, 3.0, lr=following)])
+        assert kinds(findings) == ["lr_jump"] * is_jump
+        assert [(each.iteration, each.onset, each.value, each.bound) for each in findings] == [
+            (31, 30, 0.5, 1.0)
+        ] * is_jump
+        assert watch([*rows, record(25, 3.0, lr=1.0)]) == [], "a restore undid the fall"
+        detectors = Detectors(CFG)
+        assert [detectors.observe(row) for row in rows] == [[]] * len(rows)
+        stored = Detectors.restore(CFG, json.loads(json.dumps(detectors.state())))
+        assert kinds(stored.observe(record(31, 3.0, lr=following))) == ["lr_jump"] * is_jump
+
+    @pytest.mark.parametrize("num_steps", [21, 22, 23, 24, 30, 60])
+    @pytest.mark.parametrize(
+        "overrides",
+        [
+            (),
+            ("optim.schedule=linear",),
+            *(("optim=adamw_wsd", "optim.warmup_steps=10", f"optim.decay_steps={num}") for num in (1, 2, 4, 8)),
+        ],
+    )
+    def test_a_short_schedule_has_no_jumps(self, overrides: tuple[str, ...], num_steps: int) -> None:
+        optim = composed.load([*overrides, f"train.num_steps={num_steps}"]).optim
+        table = schedule_table(optim, num_steps=num_steps)
+        assert watch([record(step, 3.0, lr=optim.lr * float(table[step])) for step in range(num_steps)]) == []
 
     def test_a_learning_rate_of_an_earlier_step_is_no_jump(self) -> None:
         rows = [record(step, 3.0, lr=1.0) for step in range(30)]
