@@ -2,15 +2,18 @@
 
 How: the criteria come from the post-mortem. They are checked on the log of the run itself if it continued past the
 incident; else, or with --rerun, the run is trained again with the same seed and the remedy, in a directory of its own
-(`verify-RUN-NNN`). An interrupted repetition is resumed.
+(`verify-RUN-NNN`). The repetition keeps `train.num_steps`, on which the learning rate depends; a thread reads its log,
+and writes the file STOP once it has the last step of the check. An interrupted repetition is resumed.
 """
 
 from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event, Thread
 
 from harness.analysis.postmortem.evidence import Evidence
 from harness.analysis.postmortem.gather import find_incident, gather_evidence, settings_of
@@ -27,21 +30,26 @@ from harness.analysis.postmortem.verification import (
 from harness.analysis.postmortem.write import complete_evidence
 from harness.config.command_line import shell_command
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError, require
+from harness.control import stop_requests
 from harness.core.events import StepRecord
-from harness.core.rundir import RunDir
-from harness.telemetry.event_log import read_steps
+from harness.core.rundir import RunDir, user_name
+from harness.telemetry.event_log import log_size, read_steps, tail
 from launch.cli.parser import CommandParser
+from launch.local.stop_signals import block_stop_signals
 
 DESCRIPTION = """\
 Check the criteria of an incident's post-mortem: the smoothed loss stays at its pre-spike level, the guilty step has an
 ordinary loss, and gradient norms around it are ordinary before and after clipping. Without --rerun and --log the log of
-RUN itself is checked if it continued past the incident; else RUN is trained again with its seed and the remedy.
-A run of Slurm or Kubernetes is not trained again on this machine: the command for it is printed.
+RUN itself is checked if it continued past the incident; else RUN is trained again with its seed and the remedy,
+and stopped after the last step of the check. A run of Slurm or Kubernetes is not trained again on this machine: the
+command for it is printed.
 
 exit code: 0 all criteria hold, 1 one does not, 2 bad input or a rejected repetition, 75 the repetition was interrupted
 (run the command again)
 """
 EXIT_FAILED = 1
+POLL_S = 0.5
+"""How often the log of a repetition is read."""
 STEPS_BEFORE, LAST_ITERATION = 100, 1 << 62
 """Steps before the guilty one that the smoothed loss needs, with a margin; above every iteration."""
 
@@ -58,7 +66,8 @@ def main(argv: Sequence[str]) -> int:
         if checked is None:
             checked = RunDir(Path(wanted.folder))
             code = train_again(wanted, evidence)
-            if code in (EXIT_INTERRUPTED, EXIT_BAD_CONFIG):  # the training printed why
+            is_stopped_early = code == EXIT_INTERRUPTED and not has_all_steps(checked, wanted)
+            if is_stopped_early or code == EXIT_BAD_CONFIG:  # the training printed why
                 return code
         is_own = checked is run  # without the remedy: its own clip threshold counts
         lines = check_log_of(checked, verification_of(evidence, None) if is_own else wanted)
@@ -88,9 +97,12 @@ def choose_run(run: RunDir, args: Namespace, wanted: Verification) -> RunDir | N
     """The run whose log is checked; None: a repetition that must be trained first."""
     if args.log is not None:
         return require_run(args.log)
-    if not args.rerun and max(kept_steps(steps_of(run, wanted)), default=0) >= wanted.through:
-        return run
-    return None
+    return run if not args.rerun and has_all_steps(run, wanted) else None
+
+
+def has_all_steps(run: RunDir, wanted: Verification) -> bool:
+    """Whether the run kept the last step that the criteria need."""
+    return run.events.exists() and max(kept_steps(steps_of(run, wanted)), default=0) >= wanted.through
 
 
 def steps_of(run: RunDir, wanted: Verification) -> list[StepRecord]:
@@ -108,9 +120,35 @@ def train_again(wanted: Verification, evidence: Evidence) -> int:
     require(bool(wanted.train), evidence.run.path, f"{reason}; train it again by hand and pass --log")
     kind = evidence.run.settings.get("launch.kind", "local")
     command = shell_command("harness", "train", *wanted.train, f"launch={kind}")
-    message = f"it was not trained on this machine; run `{command}` with its other keys of launch, and pass --log"
-    require(kind == "local", evidence.run.path, message)
-    return train.main([*wanted.train, f"launch.nproc={evidence.run.world_size}"])
+    message = f"it was not trained on this machine; run `{command}` with its other keys of launch"
+    require(kind == "local", evidence.run.path, f"{message} through step {wanted.through}, and pass --log")
+    with stopping_after(RunDir(Path(wanted.folder)), wanted.through):
+        return train.main([*wanted.train, f"launch.nproc={evidence.run.world_size}"])
+
+
+@contextmanager
+def stopping_after(run: RunDir, step: int) -> Iterator[None]:
+    """While the body trains a run, ask it to stop once its log has a step."""
+    ended, old_bytes = Event(), log_size(run.events)
+
+    def watch() -> None:
+        block_stop_signals()  # they are for the launcher in the main thread
+        is_asked = False
+        while not is_asked and not ended.wait(POLL_S):
+            with suppress(OSError):
+                has_started = log_size(run.events) != old_bytes  # before it starts, it removes older requests
+                steps = [event.step for event in tail(run.events) if isinstance(event, StepRecord)]
+                if has_started and steps and steps[-1] >= step:
+                    stop_requests.ask(run, who=user_name(), reason=f"harness verify needs no step after {step}")
+                    is_asked = True
+
+    watcher = Thread(target=watch, name="stop-after", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
 
 
 def check_log_of(run: RunDir, wanted: Verification) -> list[CheckedCriterion]:

@@ -3,7 +3,8 @@
 Why: a change that was not tested may not help.
 How: the criteria follow from the numbers of the incident. They are checked on the steps that a run kept: after a
 restore a step is trained again, and its last record counts. `harness verify` runs the check, on the log of the run
-itself if it continued past the place, else on a new run with the same seed and the remedy.
+itself if it continued past the place, else on a new run with the same seed and the remedy. The new run keeps
+`train.num_steps`, on which the learning rate of each step depends, and is stopped after the last step of the check.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import final
 from harness.analysis.postmortem.evidence import Evidence, IncidentNumbers
 from harness.analysis.postmortem.incident_numbers import EMA_STEPS, smooth_loss
 from harness.analysis.postmortem.rules.remedies import Remedy
-from harness.config.command_line import directory_and_name, override, run_overrides, with_changes
+from harness.config.command_line import directory_and_name, run_overrides, with_changes
 from harness.core.events import StepRecord
 
 STEPS_PAST = 100
@@ -103,7 +104,7 @@ def verification_of(evidence: Evidence, remedy: Remedy | None) -> Verification:
         grad_first=max(guilty - GRAD_BEFORE, 1),
         grad_last=min(guilty + GRAD_AFTER, through),
         clip_norm=_clip_norm(evidence, changes),
-        train=[] if evidence.first_weights else _train_arguments(evidence, changes, through, folder),
+        train=[] if evidence.first_weights else _train_arguments(evidence, changes, folder),
         folder=folder,
     )
 
@@ -130,12 +131,11 @@ def _clip_norm(evidence: Evidence, changes: Sequence[str]) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _train_arguments(evidence: Evidence, changes: Sequence[str], through: int, folder: str) -> list[str]:
+def _train_arguments(evidence: Evidence, changes: Sequence[str], folder: str) -> list[str]:
     run = evidence.run
     if run.overrides is None:
         return []
-    steps = override("train.num_steps", through)
-    return with_changes(run.overrides, [*changes, steps, *run_overrides(folder)])
+    return with_changes(run.overrides, [*changes, *run_overrides(folder)])
 
 
 def kept_steps(records: Iterable[StepRecord]) -> dict[int, StepRecord]:

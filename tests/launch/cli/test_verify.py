@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from harness.analysis.postmortem.verification import Verification
 from harness.config import compose
+from harness.control import stop_requests
 from harness.core.events import Event, RunStarted, StepRecord
 from harness.core.rundir import RunDir
 from launch import train
@@ -136,7 +138,7 @@ def test_a_run_with_the_default_configuration_is_trained_again(tmp_path: Path, m
     assert main(["verify", str(run.path), "--incident", "1", "--rerun"]) == 75
     ((remedy, *arguments),) = asked
     assert remedy == "optim.clip_norm=0.5"
-    assert arguments[:3] == ["train.num_steps=200", f"run.dir={tmp_path}", "run.name=verify-run-001"]
+    assert arguments == [f"run.dir={tmp_path}", "run.name=verify-run-001", "launch.nproc=2"], "the same schedule"
 
 
 def test_a_run_of_slurm_is_not_trained_again_here(
@@ -148,7 +150,7 @@ def test_a_run_of_slurm_is_not_trained_again_here(
     assert main(["verify", str(run.path), "--incident", "1", "--rerun"]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"harness: {run.path}: it was not trained on this machine; run `harness train optim.clip_")
-    assert error.endswith(" launch=slurm` with its other keys of launch, and pass --log\n")
+    assert error.endswith(" launch=slurm` with its other keys of launch through step 200, and pass --log\n")
 
 
 def test_the_log_of_a_rejected_repetition_is_not_judged(
@@ -159,6 +161,45 @@ def test_the_log_of_a_rejected_repetition_is_not_judged(
     monkeypatch.setattr(verify, "train_again", lambda *_: 2)
     assert main(["verify", str(run.path), "--incident", "1", "--rerun"]) == 2
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("reached", "code"), [(THROUGH, 0), (THROUGH - 1, 75)])
+def test_the_repetition_is_stopped_after_the_last_step_of_the_check(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reached: int, code: int
+) -> None:
+    again = repetition(tmp_path)
+    steps = again.events.read_text().splitlines(keepends=True)
+    again.events.unlink()
+    asked = []
+
+    def trained(_wanted: Verification, _evidence: object) -> int:
+        with verify.stopping_after(again, THROUGH):
+            with again.events.open("a") as log:
+                log.writelines(steps[: reached + 1])
+            deadline = time.monotonic() + (10 if code == 0 else 0.1)
+            while not again.stop.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+        asked.append(stop_requests.read(again))
+        again.path.rename(tmp_path / "verify-run-001")
+        return 75
+
+    monkeypatch.setattr(verify, "POLL_S", 0.01)
+    monkeypatch.setattr(verify, "train_again", trained)
+    assert main(["verify", str(run.path), "--incident", "1", "--rerun"]) == code
+    assert [None if each is None else each.reason for each in asked] == [
+        "harness verify needs no step after 250" if code == 0 else None
+    ]
+
+
+def test_a_request_to_stop_waits_until_the_repetition_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start removes the request of the last one, and the log of that one may have the step."""
+    monkeypatch.setattr(verify, "POLL_S", 0.01)
+    again = repetition(tmp_path)
+    with verify.stopping_after(again, THROUGH):
+        time.sleep(0.1)
+        assert not again.stop.exists()
 
 
 @pytest.mark.parametrize(

@@ -234,11 +234,13 @@ def _verification(evidence: Evidence, remedy: Remedy | None) -> list[str]:
     check = shell_command("harness", "verify", evidence.run.path, "--incident", number, *log)
     train = [f"      {shell_command('harness', 'train', *wanted.train)}"] if wanted.train else []
     imports = import_weights_command(wanted.folder)
+    is_whole = wanted.through == evidence.run.settings.get("train.num_steps")
+    stop = "" if is_whole else f", then stop it (`{shell_command('harness', 'ctl', wanted.folder, 'stop')}`)"
     first = f"- the run began with {evidence.first_weights}: import the same weights first (`{imports}`)"
     return [
         "## 6. Verification",
         *([first] if evidence.first_weights else []),
-        f"- re-run with seed {seed} and the change through step {wanted.through}:",
+        f"- re-run with seed {seed} and the change through step {wanted.through}{stop}:",
         "",
         *train,
         *([] if is_remark else [f"      {check}"]),
