@@ -7,6 +7,7 @@ depend on the number of ranks are in `check_world`, which runs once that number 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from harness.config.checkpoint import CheckpointConfig
@@ -55,6 +56,8 @@ class Config:
         if self.precision.kind is PrecisionKind.fp8:
             check_fp8(self)
             self.precision.resolve_phases(train.num_steps)
+        if self.precision.kind is PrecisionKind.fp16:
+            check_fp16(self)
         if self.run.deterministic and (reason := find_nondeterminism(self)):
             raise ConfigError("run.deterministic", f"must be false with {reason}")
         message = "must be empty with data.stratify.rare_below, whose limits hold for batches of one size"
@@ -80,6 +83,14 @@ def find_nondeterminism(cfg: Config) -> str:
     if cfg.precision.kind is PrecisionKind.fp8 and cfg.precision.fp8.recipe is Fp8Recipe.delayed:
         return "precision.fp8.recipe=delayed: its amax history is in no checkpoint and no snapshot; use current"
     return ""
+
+
+def check_fp16(cfg: Config) -> None:
+    """Check that a healthy run may halve its first loss scale down to 1 without a halt."""
+    scale, most = cfg.precision.initial_loss_scale, cfg.sentinel.halt_after_refused
+    halvings = int(math.log2(scale))
+    message = f"must be above {halvings} with precision=fp16 and precision.initial_loss_scale={scale:g}, got {most}"
+    require(most > halvings, "sentinel.halt_after_refused", f"{message}: each halving rejects an update")
 
 
 def check_fp8(cfg: Config) -> None:

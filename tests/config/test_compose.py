@@ -583,3 +583,11 @@ def test_the_sentinel_lets_every_loss_scale_find_its_value() -> None:
     assert most / 2**LONGEST_OVERFLOW == least
     for scale in LOSS_SCALES:
         assert composed.load([f"precision.initial_loss_scale={scale!r}"]).precision.initial_loss_scale == scale
+    fp16 = ("precision=fp16", f"precision.initial_loss_scale={most!r}")
+    composed.load(fp16)
+    composed.load([*fp16, "sentinel.halt_after_refused=65"])
+    with pytest.raises(
+        ConfigError, match=r"^sentinel\.halt_after_refused: must be above 64 with precision=fp16 and .*, got 30: "
+    ):
+        composed.load([*fp16, "sentinel=strict"])
+    composed.load(["precision=fp16", "sentinel=strict"])
