@@ -27,6 +27,7 @@ from harness.checkpoint.integrity import Damaged, Manifest
 from harness.checkpoint.saver import Written
 from harness.checkpoint.tensor_index import WEIGHTS, IndexedTensor, TensorIndex
 from harness.config.errors import ConfigError, require
+from harness.core.plural import pluralize
 
 FIXED_SECTIONS = ("model.", "precision.")
 """Config keys that must not have changed between averaged checkpoints."""
@@ -54,7 +55,8 @@ def choose_lineage(root: Path, restores: Sequence[tuple[int, int]]) -> list[Chec
 def select_last(lineage: Sequence[Checkpoint], count: int) -> list[Checkpoint]:
     """The newest checkpoints."""
     require(count >= 2, "--last", f"must be at least 2, got {count}")
-    message = f"there are only {len(lineage)} usable checkpoints: {', '.join(each.name for each in lineage) or 'none'}"
+    names = ", ".join(each.name for each in lineage) or "none"
+    message = f"got {count}, but has only {pluralize(len(lineage), 'usable checkpoint')}: {names}"
     require(len(lineage) >= count, "--last", message)
     return list(lineage[-count:])
 

@@ -189,7 +189,9 @@ def system_parts(story: Story) -> list[str]:
 
 def checkpoints_parts(story: Story) -> list[str]:
     marks = story.marks.get(MarkKind.checkpoint, ())
-    return [f"checkpoints {len(marks)}", f"latest: {marks[-1].text}"] if marks else ["checkpoints: none yet"]
+    if not marks:
+        return ["checkpoints: none yet"]
+    return [f"saved {count_noun(len(marks), 'checkpoint')}", f"latest: {marks[-1].text}"]
 
 
 def rank_lines(beats: Sequence[Beat], *, now_s: float) -> list[Line]:

@@ -94,7 +94,7 @@ def test_frame_of_an_ended_run_lists_its_last_events(tmp_path: Path) -> None:
     assert texts[0] == "first: done · exit code 0 · all steps done · 8 ranks"
     assert "3 incidents  1 update rejected  20 steps undone" in texts[4]
     assert texts[5] == "lost to rewind or rollback 5.1%  evaluation 0.8%  checkpoints 0.4%  first start 0.2%"
-    assert texts[6] == "checkpoints 20  latest: step 400: saved step-00000400-gen-0 in 2.0 s"
+    assert texts[6] == "saved 20 checkpoints  latest: step 400: saved step-00000400-gen-0 in 2.0 s"
     assert texts[7] == "ranks 0 alive, 3 ended, on 2 hosts"
     assert len(texts) == 8 + 2 + 8
 

@@ -184,7 +184,7 @@ def test_the_lineage_has_neither_undone_nor_tainted_checkpoints(run: RunDir) -> 
     ("arguments", "line"),
     [
         (["--last", "1"], "--last: must be at least 2, got 1"),
-        (["--last", "4"], "--last: there are only 3 usable checkpoints: step-00000010-gen-0, "),
+        (["--last", "4"], "--last: got 4, but has only 3 usable checkpoints: step-00000010-gen-0, "),
         (["--steps", "10"], "--steps: must name at least 2 different steps, got [10]"),
         (["--steps", "10,10"], "--steps: must name at least 2 different steps, got [10, 10]"),
         (["--steps", "10,30"], "--steps: no usable checkpoint of step 30; there are 10, 20, 40"),
