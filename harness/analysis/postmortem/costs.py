@@ -9,7 +9,7 @@ the recovery time. Tokens are those of their batches, whose size may change duri
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from statistics import median
 
 from harness.analysis.postmortem.evidence import Cost, IncidentNumbers, RunFacts
@@ -27,9 +27,10 @@ def cost_of(
     outcomes: Sequence[Outcome],
     run: RunFacts,
     schedule: TokenSchedule | None,
+    repeated: Collection[int],
 ) -> Cost:
     """Total cost of one incident; `records` are all records of its window, not thinned. Tokens are 0 without a
-    schedule."""
+    schedule. Steps that a start repeated after a crash (`repeated`) do not count as raised."""
     onset = incident.onset if numbers.onset is None else numbers.onset
     restores = [outcome for outcome in outcomes if outcome.kind in RESTORES and outcome.succeeded]
     undone = [cursor for restore in restores for cursor in _undone_batches(restore, records)]
@@ -41,7 +42,7 @@ def cost_of(
         end = numbers.resumed_iteration or max(incident.last, incident.iteration)
         bound = numbers.level + RAISED_SIGMAS * numbers.sigma
         kept = [r for r in records if since <= r.iteration <= max(end, incident.last) and not r.refused]
-        raised = [record.cursor for record in kept if not record.loss <= bound]
+        raised = [r.cursor for r in kept if not r.loss <= bound and r.iteration not in repeated]
     times = [record.step_time_s for record in records if 0 < record.step_time_s < math.inf]
     batches = [*undone, *refused, *raised]
     seconds = len(batches) * (median(times) if times else 0.0)

@@ -29,7 +29,7 @@ from harness.analysis.postmortem.evidence import (
     Token,
 )
 from harness.analysis.postmortem.incident_config import settings_at
-from harness.analysis.postmortem.incident_numbers import AFTER_RECORDS, incident_numbers
+from harness.analysis.postmortem.incident_numbers import AFTER_RECORDS, incident_numbers, repeated_iterations
 from harness.analysis.postmortem.recorded_batch import entropy, rarest
 from harness.analysis.replay.history import read_replay
 from harness.analysis.replay.measured_step import add_measurements
@@ -226,9 +226,10 @@ def summarize_incident(run: RunDir, incident: Incident, log: Sequence[Event], fa
     outcomes = [] if is_remark else [e for e in log if isinstance(e, Outcome) and e.incident == incident.number]
     findings = [event for event in log if isinstance(event, Finding) and _belongs_to(event, incident)]
     records = read_steps(run.events, incident.onset - BEFORE, incident.last + AFTER_RECORDS)
-    numbers = incident_numbers(incident, records, findings)
+    repeated = repeated_iterations(records, [event.iteration for event in log if isinstance(event, RunStarted)])
+    numbers = incident_numbers(incident, records, findings, repeated)
     schedule = read_token_schedule(run, {name: facts.settings.get(f"train.{name}") for name in SCHEDULE_KEYS})
-    cost = cost_of(incident, numbers, records, outcomes, facts, schedule)
+    cost = cost_of(incident, numbers, records, outcomes, facts, schedule, repeated)
     return IncidentSummary(
         incident=incident, run=facts, numbers=numbers, cost=cost, records=records, findings=findings, outcomes=outcomes
     )

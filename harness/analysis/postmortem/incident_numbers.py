@@ -3,13 +3,15 @@
 Why: the post-mortem, the dashboard and the index of runs describe the same incident. If each computed its own numbers,
 they would differ.
 How: one pass over the step records around the incident. A rejected update is part of the incident but not of the loss
-curve: levels and recovery come from applied steps.
+curve: levels and recovery come from applied steps. Steps that a start trains again after a crash are not part of the
+incident: their loss is that of an earlier step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 from statistics import median
 
@@ -31,14 +33,19 @@ REJECTIONS = frozenset({"refusal", "refusals"})
 
 
 def incident_numbers(
-    incident: Incident, records: Sequence[StepRecord], findings: Iterable[Finding] = ()
+    incident: Incident,
+    records: Sequence[StepRecord],
+    findings: Iterable[Finding] = (),
+    repeated: Collection[int] = frozenset(),
 ) -> IncidentNumbers:
-    """All numbers of one incident; `records` are those around it in order, not thinned."""
+    """All numbers of one incident; `records` are those around it in order, not thinned, and `repeated` the iterations
+    of `repeated_iterations`."""
     onset = exact_onset(incident, records, findings)
     first = next((record for record in records if record.iteration == onset), None)
     level = level_of(records, onset)
     before = [record for record in records if record.iteration < onset and not record.refused][-SPREAD_RECORDS:]
-    during = [record for record in records if onset <= record.iteration <= incident.last]
+    inside = [record for record in records if onset <= record.iteration <= incident.last]
+    during = [record for record in inside if record.iteration not in repeated]
     peak = peak_of(during)
     grads = [record.grad_norm for record in during]
     numbers = IncidentNumbers(
@@ -55,6 +62,25 @@ def incident_numbers(
         numbers.peak, numbers.peak_iteration, numbers.peak_refused = peak.loss, peak.iteration, peak.refused
         _add_recovery(numbers, records, peak)
     return numbers
+
+
+def repeated_iterations(records: Iterable[StepRecord], starts: Iterable[int]) -> set[int]:
+    """Iterations of the healthy updates that a start repeats: from the start on until the steps pass the highest one
+    before it. `starts` are the iterations after which the run started, in order."""
+    repeated: set[int] = set()
+    waiting, highest, until = deque(starts), 0, 0
+    for record in records:
+        while waiting and waiting[0] < record.iteration:
+            waiting.popleft()
+            until = highest
+        if not _is_clean(record):
+            continue
+        if record.step <= until:
+            repeated.add(record.iteration)
+        else:
+            until = 0
+        highest = max(highest, record.step)
+    return repeated
 
 
 def exact_onset(incident: Incident, records: Sequence[StepRecord], findings: Iterable[Finding]) -> int:

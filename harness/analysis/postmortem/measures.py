@@ -7,18 +7,18 @@ for nor against any cause.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from statistics import median
 from typing import final
 
 from harness.analysis.postmortem.evidence import Evidence, IncidentNumbers
-from harness.analysis.postmortem.incident_numbers import finite_median
+from harness.analysis.postmortem.incident_numbers import finite_median, repeated_iterations
 from harness.analysis.postmortem.recorded_batch import entropy
 from harness.config.errors import ConfigError
 from harness.config.optim import OptimConfig, ScheduleKind
-from harness.core.events import ActionKind, Finding, Intervention, PrecursorSignal, StepRecord
+from harness.core.events import ActionKind, Finding, Intervention, PrecursorSignal, RunStarted, StepRecord
 from harness.optim.schedule import schedule_factor
 
 SETTLED_STEPS = 100
@@ -34,6 +34,8 @@ class Measures:
     """Applied records with a finite loss before the onset; at most the last hundred."""
     during: list[StepRecord]
     """From the onset to the incident's last iteration."""
+    repeated: Collection[int]
+    """Iterations of healthy updates that a start repeated after a crash (`repeated_iterations`)."""
     numbers: IncidentNumbers
     usual_lr: float | None
     onset_lr: float | None
@@ -84,6 +86,8 @@ class Measures:
         """Whether a record was rejected, not finite, or far above usual in loss or gradient norm."""
         if record.refused or not math.isfinite(record.loss + record.grad_norm):
             return True
+        if record.iteration in self.repeated:
+            return False
         is_high = self.level is not None and record.loss > self.level + 3 * self.sigma
         return is_high or bool(self.usual_grad and record.grad_norm > 5 * self.usual_grad)
 
@@ -96,6 +100,7 @@ def measure(evidence: Evidence) -> Measures:
     return Measures(
         before=before,
         during=during,
+        repeated=repeated_iterations(records, (start.iteration for start in evidence.of(RunStarted))),
         numbers=evidence.numbers,
         usual_lr=before[-1].lr if before else None,
         onset_lr=during[0].lr if during else None,

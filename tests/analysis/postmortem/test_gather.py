@@ -15,6 +15,7 @@ from harness.analysis.postmortem import evidence as schema
 from harness.analysis.postmortem import gather as gather_module
 from harness.analysis.postmortem.gather import find_incident, gather_evidence, incidents, remarks
 from harness.analysis.postmortem.incident_config import overrides_at
+from harness.analysis.postmortem.measures import measure
 from harness.analysis.postmortem.overrides import computed_settings, overrides_of
 from harness.analysis.postmortem.report import markdown_report
 from harness.config import compose
@@ -157,6 +158,24 @@ def test_kept_spike_costs_its_raised_steps(tmp_path: Path) -> None:
     changes = {at: (lambda row: replace(row, loss=4.0)) for at in range(ONSET, ONSET + 6)}
     cost = evidence_of(write(tmp_path / "run", log_of(changes, [stories.ended(last=ONSET + 10)]))).cost
     assert (cost.raised_steps, cost.steps) == (6, 6)
+
+
+def test_steps_repeated_after_a_crash_are_neither_peak_nor_cost(tmp_path: Path) -> None:
+    """Killed within the incident, and resumed 30 steps before it, where the loss was higher."""
+    back = ONSET + 5
+
+    def repeat(row: StepRecord) -> StepRecord:
+        step = row.step - 35
+        return replace(row, step=step, loss=row.loss + 2.0 * (step < back))
+
+    changes: dict[int, stories.Change] = dict.fromkeys(range(back + 1, stories.NUM_ROWS), repeat)
+    changes[ONSET] = lambda row: replace(row, loss=4.0)
+    changes[ONSET + 60] = lambda row: replace(row, step=row.step - 35, loss=4.0)
+    restart = RunStarted(time=1.8e9 + back, iteration=back, world_size=2, num_steps=400, step=back - 35)
+    evidence = evidence_of(write(tmp_path / "run", log_of(changes, [restart, stories.ended(last=ONSET + 70)])))
+    assert (evidence.numbers.peak_iteration, evidence.numbers.peak) == (ONSET, 4.0)
+    assert evidence.cost.raised_steps == 2, "the update at the onset, and a later one"
+    assert [record.iteration for record in measure(evidence).suspects] == [ONSET, ONSET + 60]
 
 
 def test_incident_without_an_end_event(tmp_path: Path) -> None:
