@@ -29,6 +29,27 @@ def test_line_is_replaced_not_repeated(tmp_path: Path) -> None:
     assert lines(run) == ["- first 001: new", "- first 002: of another incident", "- second 001: of another run"]
     record_lesson(run, "002", "")
     assert lines(run) == ["- first 001: new", "- second 001: of another run"], "the cause is no longer known"
+    record_lesson(run, "001", "")
+    record_lesson(other, "001", "")
+    assert lines(run) == []
+
+
+def test_lines_of_people_stay_as_they_are(tmp_path: Path) -> None:
+    run, file = RunDir(tmp_path / "first"), tmp_path / "lessons.md"
+    record_lesson(run, "002", "old")
+    written = file.read_text()
+    file.write_text(
+        written.replace("# Lessons", "# Our lessons") + "  see ticket 7\n\n## To do\n- ask Ada\n* buy disks\n"
+    )
+    record_lesson(run, "002", "new")
+    record_lesson(run, "001", "before it")
+    record_lesson(run, "003", "behind its paragraph")
+    heading = "# Our lessons\n\nOne line for each incident; its post-mortem replaces the line.\n\n"
+    lessons = "- first 001: before it\n- first 002: new\n  see ticket 7\n- first 003: behind its paragraph\n"
+    assert file.read_text() == heading + lessons + "\n## To do\n- ask Ada\n* buy disks\n"
+    for number in ("001", "002", "003"):
+        record_lesson(run, number, "")
+    assert file.read_text() == heading + "  see ticket 7\n\n## To do\n- ask Ada\n* buy disks\n"
 
 
 def test_lesson_of_an_incident_names_its_cause(tmp_path: Path) -> None:
