@@ -35,7 +35,11 @@ def cost_of(
     restores = [outcome for outcome in outcomes if outcome.kind in RESTORES and outcome.succeeded]
     undone = [cursor for restore in restores for cursor in _undone_batches(restore, records)]
     last = max([incident.last, *(restore.iteration for restore in restores)])
-    refused = [record.cursor for record in records if record.refused and onset <= record.iteration <= last]
+    refused = [
+        record.cursor
+        for record in records
+        if record.refused and not record.is_empty and onset <= record.iteration <= last
+    ]
     raised: list[int] = []
     if numbers.level is not None:
         since = max((outcome.iteration for outcome in restores), default=onset)

@@ -314,7 +314,11 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _guilty_batches(evidence: Evidence, records: Sequence[StepRecord]) -> list[GuiltyBatch]:
     """Batches that may have caused the incident, most certain first: rejected, skipped, at the onset, in findings."""
-    refused = [record.cursor for record in records if record.refused and record.iteration >= evidence.onset]
+    refused = [
+        record.cursor
+        for record in records
+        if record.refused and not record.is_empty and record.iteration >= evidence.onset
+    ]
     skipped = [
         index
         for action in evidence.actions

@@ -93,7 +93,9 @@ def exact_onset(incident: Incident, records: Sequence[StepRecord], findings: Ite
     here = next((record for record in records if record.iteration == incident.onset), None)
     if named or REJECTIONS.isdisjoint(incident.kinds) or (here is not None and not _is_clean(here)):
         return incident.onset
-    rejected = (r.iteration for r in records if incident.onset < r.iteration <= incident.last and r.refused)
+    rejected = (
+        r.iteration for r in records if incident.onset < r.iteration <= incident.last and r.refused and not r.is_empty
+    )
     return next(rejected, incident.onset)
 
 

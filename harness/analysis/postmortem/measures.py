@@ -83,11 +83,12 @@ class Measures:
         return [record for record in self.during if self.stands_out(record)] or self.during
 
     def stands_out(self, record: StepRecord) -> bool:
-        """Whether a record was rejected, not finite, or far above usual in loss or gradient norm."""
+        """Whether a record was rejected, not finite, or far above usual in loss or gradient norm. A batch without a
+        token to predict does not stand out."""
+        if record.is_empty or record.iteration in self.repeated:
+            return False
         if record.refused or not math.isfinite(record.loss + record.grad_norm):
             return True
-        if record.iteration in self.repeated:
-            return False
         is_high = self.level is not None and record.loss > self.level + 3 * self.sigma
         return is_high or bool(self.usual_grad and record.grad_norm > 5 * self.usual_grad)
 

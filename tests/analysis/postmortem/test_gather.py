@@ -178,6 +178,14 @@ def test_steps_repeated_after_a_crash_are_neither_peak_nor_cost(tmp_path: Path) 
     assert [record.iteration for record in measure(evidence).suspects] == [ONSET, ONSET + 60]
 
 
+def test_a_batch_without_a_token_to_predict_is_no_suspect(tmp_path: Path) -> None:
+    changes = {ONSET: stories.refused(loss=6.0, grad_norm=9.0), ONSET + 3: stories.refused(loss=0.0, grad_norm=0.0)}
+    evidence = evidence_of(write(tmp_path / "run", log_of(changes, [stories.ended(last=ONSET + 5)])))
+    assert [record.iteration for record in measure(evidence).suspects] == [ONSET]
+    assert [batch.index for batch in evidence.batches] == [ONSET]
+    assert evidence.cost.refused_steps == 1
+
+
 def test_incident_without_an_end_event(tmp_path: Path) -> None:
     """After a kill or in a live run, the incident is reconstructed from its actions and findings."""
     log = [event for event in stories.poisoned() if not isinstance(event, Incident)]
