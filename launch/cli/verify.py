@@ -12,6 +12,7 @@ import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
 
@@ -69,8 +70,9 @@ def main(argv: Sequence[str]) -> int:
             is_stopped_early = code == EXIT_INTERRUPTED and not has_all_steps(checked, wanted)
             if is_stopped_early or code == EXIT_BAD_CONFIG:  # the training printed why
                 return code
-        is_own = checked is run  # without the remedy: its own clip threshold counts
-        lines = check_log_of(checked, verification_of(evidence, None) if is_own else wanted)
+        if checked is run:  # without the remedy: its own clip threshold counts, also if a resume has changed it
+            wanted = replace(verification_of(evidence, None), clip_norm=clip_norm_of(run))
+        lines = check_log_of(checked, wanted)
     except (ConfigError, StorageError) as error:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_INTERRUPTED if isinstance(error, StorageError) else EXIT_BAD_CONFIG
@@ -154,8 +156,13 @@ def stopping_after(run: RunDir, step: int) -> Iterator[None]:
 def check_log_of(run: RunDir, wanted: Verification) -> list[CheckedCriterion]:
     """The criteria, checked on the log of a run."""
     require(run.events.exists(), str(run.path), "has no log: the training did not start")
+    return check_log(wanted, steps_of(run, wanted), clip_norm=clip_norm_of(run))
+
+
+def clip_norm_of(run: RunDir) -> float | None:
+    """The clip threshold of a run now; None: it has none."""
     clip = settings_of(run).get("optim.clip_norm")
-    return check_log(wanted, steps_of(run, wanted), clip_norm=float(clip) if isinstance(clip, int | float) else None)
+    return float(clip) if isinstance(clip, int | float) else None
 
 
 def build_parser() -> ArgumentParser:

@@ -11,6 +11,7 @@ import pytest
 from harness.analysis.postmortem.verification import Verification
 from harness.config import compose
 from harness.control import stop_requests
+from harness.control.inbox import append_intervention
 from harness.core.events import Event, RunStarted, StepRecord
 from harness.core.rundir import RunDir
 from launch import train
@@ -98,6 +99,19 @@ def test_run_that_continued_is_checked_without_a_repetition(
     run = write(tmp_path / "run", [*stories.poisoned(), *more, *again])
     assert main(["verify", str(run.path), "--incident", "1"]) == 0, "after a rollback it was"
     assert f"{run.path}, incident 1 of {run.path}:\n  pass  reached step 250 of 250" in capsys.readouterr().out
+
+
+def test_a_run_that_continued_is_checked_with_its_own_clip_threshold(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A resume after the incident has raised it."""
+    again: list[Event] = [replace(stories.healthy(at), iteration=at + 101) for at in range(ONSET, THROUGH + 1)]
+    again[5] = replace(again[5], grad_norm=1.5)  # type: ignore[call-arg]
+    raised = SETTINGS.replace("clip_norm: 1.0", "clip_norm: 2.0")
+    run = write(tmp_path / "run", [*stories.poisoned(), *again], raised)
+    append_intervention(run, stories.changed_config(stories.NUM_ROWS, optim__clip_norm=[1.0, 2.0]))
+    assert main(["verify", str(run.path), "--incident", "1"]) == 0
+    assert "largest gradient norm after clipping is 1.5, expected at most 2" in capsys.readouterr().out
 
 
 def test_steps_that_a_rollback_undid_are_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
