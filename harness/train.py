@@ -301,8 +301,10 @@ def describe_last_damage(run: Run) -> str:
     Damage by the last update shows in no training loss, because no step follows it.
     """
     highest = run.parts.sentinel.policy.highest_held_out_loss(before=run.state.iteration)
-    loss = None if highest is None else held_out_mean(run.parts)
-    if loss is None or highest is None or loss <= highest:
+    if highest is None:
+        return ""
+    loss = held_out_mean(run.parts)
+    if loss is None or loss <= highest:
         return ""
     return f"the held-out loss of the last state is {loss:.4f}, above {highest:.4f}: its checkpoint is not marked good"
 

@@ -105,8 +105,8 @@ def test_a_run_that_continued_is_checked_with_its_own_clip_threshold(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A resume after the incident has raised it."""
-    again: list[Event] = [replace(stories.healthy(at), iteration=at + 101) for at in range(ONSET, THROUGH + 1)]
-    again[5] = replace(again[5], grad_norm=1.5)  # type: ignore[call-arg]
+    again = [replace(stories.healthy(at), iteration=at + 101) for at in range(ONSET, THROUGH + 1)]
+    again[5] = replace(again[5], grad_norm=1.5)
     raised = SETTINGS.replace("clip_norm: 1.0", "clip_norm: 2.0")
     run = write(tmp_path / "run", [*stories.poisoned(), *again], raised)
     append_intervention(run, stories.changed_config(stories.NUM_ROWS, optim__clip_norm=[1.0, 2.0]))
