@@ -30,7 +30,7 @@ def cost_of(
     repeated: Collection[int],
 ) -> Cost:
     """Total cost of one incident; `records` are all records of its window, not thinned. Tokens are 0 without a
-    schedule. Steps that a start repeated after a crash (`repeated`) do not count as raised."""
+    schedule. Steps from before the incident that were trained again (`repeated`) do not count as raised."""
     onset = incident.onset if numbers.onset is None else numbers.onset
     restores = [outcome for outcome in outcomes if outcome.kind in RESTORES and outcome.succeeded]
     undone = [cursor for restore in restores for cursor in _undone_batches(restore, records)]

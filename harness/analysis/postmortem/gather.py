@@ -226,8 +226,9 @@ def summarize_incident(run: RunDir, incident: Incident, log: Sequence[Event], fa
     outcomes = [] if is_remark else [e for e in log if isinstance(e, Outcome) and e.incident == incident.number]
     findings = [event for event in log if isinstance(event, Finding) and _belongs_to(event, incident)]
     records = read_steps(run.events, incident.onset - BEFORE, incident.last + AFTER_RECORDS)
-    repeated = repeated_iterations(records, [event.iteration for event in log if isinstance(event, RunStarted)])
-    numbers = incident_numbers(incident, records, findings, repeated)
+    numbers = incident_numbers(incident, records, findings)
+    onset = incident.onset if numbers.onset is None else numbers.onset
+    repeated = repeated_iterations(records, onset, numbers.sigma)
     schedule = read_token_schedule(run, {name: facts.settings.get(f"train.{name}") for name in SCHEDULE_KEYS})
     cost = cost_of(incident, numbers, records, outcomes, facts, schedule, repeated)
     return IncidentSummary(

@@ -3,15 +3,14 @@
 Why: the post-mortem, the dashboard and the index of runs describe the same incident. If each computed its own numbers,
 they would differ.
 How: one pass over the step records around the incident. A rejected update is part of the incident but not of the loss
-curve: levels and recovery come from applied steps. Steps that a start trains again after a crash are not part of the
-incident: their loss is that of an earlier step.
+curve: levels and recovery come from applied steps. Steps from before the incident that are trained again, after a
+restore or a crash, are not part of it: their loss is that of an earlier step.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from statistics import median
 
@@ -26,6 +25,9 @@ LEAST_RECORDS = 3
 MEDIAN_RECORDS = 9
 LATE_STEPS = 500
 RECOVERED_SIGMAS = 0.5
+REPEATED_SIGMAS, REPEATED_SHARE, REPEATED_GRAD = 4.0, 0.02, 5.0
+"""A step that is trained again is as healthy as the first time if its loss is above that of then by at most this many
+sigmas, or by this share of it if that is more, and its gradient norm is at most this many times that of then."""
 AFTER_RECORDS = LATE_STEPS + 2 * MEDIAN_RECORDS
 """Records after an incident from which all numbers can be computed."""
 REJECTIONS = frozenset({"refusal", "refusals"})
@@ -33,16 +35,14 @@ REJECTIONS = frozenset({"refusal", "refusals"})
 
 
 def incident_numbers(
-    incident: Incident,
-    records: Sequence[StepRecord],
-    findings: Iterable[Finding] = (),
-    repeated: Collection[int] = frozenset(),
+    incident: Incident, records: Sequence[StepRecord], findings: Iterable[Finding] = ()
 ) -> IncidentNumbers:
-    """All numbers of one incident; `records` are those around it in order, not thinned, and `repeated` the iterations
-    of `repeated_iterations`."""
+    """All numbers of one incident; `records` are those around it in order, not thinned."""
     onset = exact_onset(incident, records, findings)
     first = next((record for record in records if record.iteration == onset), None)
     level = level_of(records, onset)
+    sigma = 0.0 if level is None else level[1]
+    repeated = repeated_iterations(records, onset, sigma)
     before = [record for record in records if record.iteration < onset and not record.refused][-SPREAD_RECORDS:]
     inside = [record for record in records if onset <= record.iteration <= incident.last]
     during = [record for record in inside if record.iteration not in repeated]
@@ -53,7 +53,7 @@ def incident_numbers(
         onset_step=incident.onset_step if first is None else first.step + first.refused,
         onset_cursor=None if first is None else first.cursor,
         level=None if level is None else level[0],
-        sigma=0.0 if level is None else level[1],
+        sigma=sigma,
         usual_grad=finite_median(record.grad_norm for record in before[-RANGE_RECORDS:]),
         highest_grad=max((r.grad_norm for r in before if math.isfinite(r.grad_norm)), default=None),
         peak_grad=next((grad for grad in grads if not math.isfinite(grad)), max(grads, default=None)),
@@ -64,23 +64,27 @@ def incident_numbers(
     return numbers
 
 
-def repeated_iterations(records: Iterable[StepRecord], starts: Iterable[int]) -> set[int]:
-    """Iterations of the healthy updates that a start repeats: from the start on until the steps pass the highest one
-    before it. `starts` are the iterations after which the run started, in order."""
+def repeated_iterations(records: Iterable[StepRecord], onset: int, sigma: float) -> set[int]:
+    """Iterations from the onset on that train a step from before it again, after a restore or a start, and are as
+    healthy as the first time."""
+    earlier: dict[int, StepRecord] = {}
     repeated: set[int] = set()
-    waiting, highest, until = deque(starts), 0, 0
-    for record in records:
-        while waiting and waiting[0] < record.iteration:
-            waiting.popleft()
-            until = highest
-        if not _is_clean(record):
-            continue
-        if record.step <= until:
+    highest = -1
+    for record in filter(_is_clean, records):
+        if record.iteration < onset:
+            earlier[record.step] = record
+            highest = max(highest, record.step)
+        elif record.step <= highest and _is_as_healthy(record, earlier.get(record.step), sigma):
             repeated.add(record.iteration)
-        else:
-            until = 0
-        highest = max(highest, record.step)
     return repeated
+
+
+def _is_as_healthy(record: StepRecord, earlier: StepRecord | None, sigma: float) -> bool:
+    """Whether a step is as healthy as the record of its first time, if there is one."""
+    if earlier is None:
+        return True
+    margin = max(REPEATED_SIGMAS * sigma, REPEATED_SHARE * abs(earlier.loss))
+    return record.loss <= earlier.loss + margin and record.grad_norm <= REPEATED_GRAD * earlier.grad_norm
 
 
 def exact_onset(incident: Incident, records: Sequence[StepRecord], findings: Iterable[Finding]) -> int:

@@ -18,7 +18,7 @@ from harness.analysis.postmortem.incident_numbers import finite_median, repeated
 from harness.analysis.postmortem.recorded_batch import entropy
 from harness.config.errors import ConfigError
 from harness.config.optim import OptimConfig, ScheduleKind
-from harness.core.events import ActionKind, Finding, Intervention, PrecursorSignal, RunStarted, StepRecord
+from harness.core.events import ActionKind, Finding, Intervention, PrecursorSignal, StepRecord
 from harness.optim.schedule import schedule_factor
 
 SETTLED_STEPS = 100
@@ -35,7 +35,7 @@ class Measures:
     during: list[StepRecord]
     """From the onset to the incident's last iteration."""
     repeated: Collection[int]
-    """Iterations of healthy updates that a start repeated after a crash (`repeated_iterations`)."""
+    """Iterations that trained a step from before the onset again (`repeated_iterations`)."""
     numbers: IncidentNumbers
     usual_lr: float | None
     onset_lr: float | None
@@ -101,7 +101,7 @@ def measure(evidence: Evidence) -> Measures:
     return Measures(
         before=before,
         during=during,
-        repeated=repeated_iterations(records, (start.iteration for start in evidence.of(RunStarted))),
+        repeated=repeated_iterations(records, onset, evidence.numbers.sigma),
         numbers=evidence.numbers,
         usual_lr=before[-1].lr if before else None,
         onset_lr=during[0].lr if during else None,

@@ -160,22 +160,31 @@ def test_kept_spike_costs_its_raised_steps(tmp_path: Path) -> None:
     assert (cost.raised_steps, cost.steps) == (6, 6)
 
 
-def test_steps_repeated_after_a_crash_are_neither_peak_nor_cost(tmp_path: Path) -> None:
-    """Killed within the incident, and resumed 30 steps before it, where the loss was higher."""
-    back = ONSET + 5
+BACK = ONSET + 5
+RESTART = RunStarted(time=1.8e9 + BACK, iteration=BACK, world_size=2, num_steps=400, step=BACK - 35)
+ROLLBACK = stories.outcome(ActionKind.rollback, BACK, steps_lost=35, target="step-00000120-gen-0")
 
-    def repeat(row: StepRecord) -> StepRecord:
-        step = row.step - 35
-        return replace(row, step=step, loss=row.loss + 2.0 * (step < back))
 
-    changes: dict[int, stories.Change] = dict.fromkeys(range(back + 1, stories.NUM_ROWS), repeat)
+@pytest.mark.parametrize("event", [RESTART, ROLLBACK, replace(ROLLBACK, incident=0)])
+def test_steps_that_are_trained_again_are_neither_peak_nor_cost(tmp_path: Path, event: Event) -> None:
+    """Killed or rolled back within the incident, to 30 steps before it, where the loss was higher. Of the repeated ones
+    one has a higher loss than the first time and one a higher gradient norm; a later step has a spike."""
+
+    def falling(row: StepRecord) -> StepRecord:
+        return replace(row, loss=row.loss + 0.1 * max(0, ONSET - row.step))
+
+    changes: dict[int, stories.Change] = dict.fromkeys(range(ONSET), falling)
+    changes |= dict.fromkeys(range(BACK + 1, stories.NUM_ROWS), lambda row: falling(replace(row, step=row.step - 35)))
     changes[ONSET] = lambda row: replace(row, loss=4.0)
+    changes[ONSET + 20] = lambda row: replace(row, step=row.step - 35, loss=5.2)
+    changes[ONSET + 25] = lambda row: replace(row, step=row.step - 35, grad_norm=5.0)
     changes[ONSET + 60] = lambda row: replace(row, step=row.step - 35, loss=4.0)
-    restart = RunStarted(time=1.8e9 + back, iteration=back, world_size=2, num_steps=400, step=back - 35)
-    evidence = evidence_of(write(tmp_path / "run", log_of(changes, [restart, stories.ended(last=ONSET + 70)])))
-    assert (evidence.numbers.peak_iteration, evidence.numbers.peak) == (ONSET, 4.0)
-    assert evidence.cost.raised_steps == 2, "the update at the onset, and a later one"
-    assert [record.iteration for record in measure(evidence).suspects] == [ONSET, ONSET + 60]
+    evidence = evidence_of(write(tmp_path / "run", log_of(changes, [event, stories.ended(last=ONSET + 70)])))
+    assert (evidence.numbers.peak_iteration, evidence.numbers.peak) == (ONSET + 20, 5.2)
+    num_kept = 2 if event is ROLLBACK else 3
+    assert evidence.cost.raised_steps == num_kept, "the update at the onset, unless it was undone, and the two"
+    assert evidence.numbers.peak_grad == 5.0
+    assert [record.iteration for record in measure(evidence).suspects] == [ONSET + at for at in (0, 20, 25, 60)]
 
 
 def test_a_batch_without_a_token_to_predict_is_no_suspect(tmp_path: Path) -> None:
