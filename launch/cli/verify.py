@@ -34,7 +34,7 @@ from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, 
 from harness.control import stop_requests
 from harness.core.events import StepRecord
 from harness.core.rundir import RunDir, user_name
-from harness.telemetry.event_log import log_size, read_steps, tail
+from harness.telemetry.event_log import log_size, read_non_step_events, read_steps, tail
 from launch.cli.parser import CommandParser
 from launch.local.stop_signals import block_stop_signals
 
@@ -104,12 +104,13 @@ def choose_run(run: RunDir, args: Namespace, wanted: Verification) -> RunDir | N
 
 def has_all_steps(run: RunDir, wanted: Verification) -> bool:
     """Whether the run kept the last step that the criteria need."""
-    return run.events.exists() and max(kept_steps(steps_of(run, wanted)), default=0) >= wanted.through
+    return run.events.exists() and max(steps_of(run, wanted), default=0) >= wanted.through
 
 
-def steps_of(run: RunDir, wanted: Verification) -> list[StepRecord]:
-    """The steps that the criteria need; a step is never in an earlier iteration than its number."""
-    return read_steps(run.events, max(wanted.guilty_step - STEPS_BEFORE, 0), LAST_ITERATION)
+def steps_of(run: RunDir, wanted: Verification) -> dict[int, StepRecord]:
+    """The steps that the run kept and the criteria need; a step is never in an earlier iteration than its number."""
+    records = read_steps(run.events, max(wanted.guilty_step - STEPS_BEFORE, 0), LAST_ITERATION)
+    return kept_steps(records, read_non_step_events(run.events))
 
 
 def train_again(wanted: Verification, evidence: Evidence) -> int:

@@ -19,7 +19,7 @@ from harness.analysis.postmortem.evidence import Evidence, IncidentNumbers
 from harness.analysis.postmortem.incident_numbers import EMA_STEPS, smooth_loss
 from harness.analysis.postmortem.rules.remedies import Remedy
 from harness.config.command_line import directory_and_name, run_overrides, with_changes
-from harness.core.events import StepRecord
+from harness.core.events import ActionKind, Event, Outcome, RunStarted, StepRecord
 
 STEPS_PAST = 100
 """Steps that a check covers past the incident."""
@@ -138,23 +138,33 @@ def _train_arguments(evidence: Evidence, changes: Sequence[str], folder: str) ->
     return with_changes(run.overrides, [*changes, *run_overrides(folder)])
 
 
-def kept_steps(records: Iterable[StepRecord]) -> dict[int, StepRecord]:
-    """Step -> the record of the update that the run kept, in order. A restore undoes the steps from its own on, also
-    if it goes back to before the first record."""
+def kept_steps(records: Iterable[StepRecord], events: Iterable[Event] = ()) -> dict[int, StepRecord]:
+    """Step -> the record of the update that the run kept, in order. A restore or a start undoes the steps behind its
+    own, also if it goes back to before the first record. `events` has those that no step follows."""
     kept: dict[int, StepRecord] = {}
+    newest = -1
     for record in records:
         if not record.refused:
-            while kept and next(reversed(kept)) >= record.step:
-                kept.popitem()
+            _undo_from(record.step, kept)
             kept[record.step] = record
+            newest = max(newest, record.iteration)
+    for event in events:
+        match event:
+            case RunStarted() | Outcome(succeeded=True, kind=ActionKind.rewind | ActionKind.rollback):
+                if event.iteration >= newest:
+                    _undo_from(event.step + 1, kept)
+            case _:
+                pass
     return kept
 
 
-def check_log(
-    wanted: Verification, records: Iterable[StepRecord], *, clip_norm: float | None
-) -> list[CheckedCriterion]:
-    """Check all criteria on the records of a run; `clip_norm` is that of its configuration."""
-    kept = kept_steps(records)
+def _undo_from(step: int, kept: dict[int, StepRecord]) -> None:
+    while kept and next(reversed(kept)) >= step:
+        kept.popitem()
+
+
+def check_log(wanted: Verification, kept: dict[int, StepRecord], *, clip_norm: float | None) -> list[CheckedCriterion]:
+    """Check all criteria on the steps that a run kept; `clip_norm` is that of its configuration."""
     reached = max(kept, default=0)
     checked = [CheckedCriterion(passed=reached >= wanted.through, text=f"reached step {reached} of {wanted.through}")]
     if wanted.baseline is not None:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.analysis.postmortem.verification import Verification
+from harness.analysis.postmortem.verification import Verification, kept_steps
 from harness.config import compose
 from harness.control import stop_requests
 from harness.control.inbox import append_intervention
-from harness.core.events import Event, RunStarted, StepRecord
+from harness.core.events import ActionKind, Event, RunStarted, StepRecord
 from harness.core.rundir import RunDir
 from launch import train
 from launch.cli import verify
@@ -115,12 +115,31 @@ def test_a_run_that_continued_is_checked_with_its_own_clip_threshold(
 
 
 def test_steps_that_a_rollback_undid_are_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rollback to step 20 is before the steps that the criteria need."""
+    """The rollback to step 20 is before the steps that the criteria need, and the last that the log has."""
     monkeypatch.setattr(verify, "train_again", lambda *_: 75)
     steps: list[Event] = [stories.healthy(at) for at in range(stories.NUM_ROWS, 2 * THROUGH)]
-    again: list[Event] = [replace(stories.healthy(at), iteration=2 * THROUGH + at) for at in range(20, 40)]
-    run = write(tmp_path / "run", [*stories.poisoned(), *steps, *again])
+    run = write(tmp_path / "run", [*stories.poisoned(), *steps, UNDONE])
     assert main(["verify", str(run.path), "--incident", "1"]) == 75
+
+
+UNDONE = stories.outcome(ActionKind.rollback, 2 * THROUGH - 1, step=20, target="step-00000020-gen-0", steps_lost=479)
+RESTART = RunStarted(time=1.9e9, iteration=2 * THROUGH - 1, world_size=2, num_steps=400, step=20)
+
+
+@pytest.mark.parametrize(
+    ("event", "last"),
+    [
+        (UNDONE, 20),
+        (RESTART, 20),
+        (replace(UNDONE, succeeded=False), 499),
+        (stories.outcome(ActionKind.cool, 499), 499),
+    ],
+)
+def test_a_restore_or_a_start_undoes_the_steps_behind_its_own(event: Event, last: int) -> None:
+    steps = [stories.healthy(at) for at in range(2 * THROUGH)]
+    assert max(kept_steps(steps, [event])) == last
+    again = [replace(stories.healthy(at), iteration=2 * THROUGH + at) for at in range(last + 1, last + 20)]
+    assert len(kept_steps([*steps, *again], [event])) == last + 20, "steps follow it"
 
 
 def test_otherwise_the_run_is_trained_again_with_its_remedy(
