@@ -65,8 +65,8 @@ class DataChange(NamedTuple):
     """A resume with other data, another batch size or another base of RoPE."""
 
     reason: str
-    end: int | None
-    """The end of its window, if that was announced; None: no step was taken since."""
+    first: int | None
+    """First batch of its window, if that was announced; None: no step was taken since."""
 
 
 REASONS = {
@@ -89,7 +89,7 @@ def newest_data_change(interventions: Sequence[Intervention], logged: Iterable[E
         for prefix, reason in REASONS.items():
             if any(is_data_change(key, prefix) for key in event.changes):
                 announced = [
-                    later.until
+                    later.cursor if later.first is None else later.first
                     for later in logged
                     if isinstance(later, ChangePlanned) and later.iteration > event.iteration and later.reason == reason
                 ]
@@ -121,8 +121,8 @@ class PlannedChanges:
 
     def resume(self, change: DataChange | None, cursor: int) -> None:
         """Open the window of a resume with other data: at this batch, or where an earlier start announced it."""
-        if change is not None and (length := self.cfg.sentinel.planned_batches):
-            self.resumed = [(cursor if change.end is None else change.end - length, change.reason)]
+        if change is not None and self.cfg.sentinel.planned_batches:
+            self.resumed = [(cursor if change.first is None else change.first, change.reason)]
             self.revision = -1
 
     def at(self, cursor: int, state: RunState) -> Window | None:
@@ -151,4 +151,5 @@ class PlannedChanges:
             cursor=cursor,
             until=window.end,
             reason=window.reason,
+            first=window.first,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from harness.core.events import ChangePlanned, Intervention
 from harness.core.rundir import CONFIG_CHANGED
 from harness.core.state import RunState
@@ -21,6 +23,9 @@ def test_a_reweighting_opens_a_window_after_an_exclusion_that_was_only_tried() -
     assert [window is not None for window in windows] == [False, False, True, True, True, False, False]
 
 
+DATA = REASONS["data."]
+
+
 def changed(iteration: int, *keys: str) -> Intervention:
     return Intervention(
         time=0.0, iteration=iteration, who="user", reason=CONFIG_CHANGED, changes={key: [1, 2] for key in keys}
@@ -32,20 +37,20 @@ def announced(iteration: int, until: int, reason: str) -> ChangePlanned:
 
 
 def test_the_newest_resume_with_other_data_is_found_with_its_window() -> None:
-    data, size = REASONS["data."], REASONS["train.batch_size"]
+    data, size = DATA, REASONS["train.batch_size"]
     changes = [
         changed(10, "data.sources.main.weight"),
         changed(40, "train.batch_size", "optim.lr"),
         changed(60, "optim.lr"),
     ]
     log = [announced(11, 62, data), announced(30, 90, "batches are given back"), announced(41, 92, size)]
-    assert newest_data_change(changes, log) == DataChange(size, 92)
-    assert newest_data_change(changes[:1], log) == DataChange(data, 62)
+    assert newest_data_change(changes, log) == DataChange(size, 42)
+    assert newest_data_change(changes[:1], log) == DataChange(data, 12)
     assert newest_data_change(changes[:1], log[1:]) == DataChange(data, None), "no step was taken since"
     assert newest_data_change([changed(60, "optim.lr")], log) is None
     rope = "the run was resumed with another model.rope_theta"
     changes = [*changes, changed(70, "model.rope_theta")]
-    assert newest_data_change(changes, [*log, announced(71, 130, rope)]) == DataChange(rope, 130)
+    assert newest_data_change(changes, [*log, announced(71, 130, rope)]) == DataChange(rope, 80)
 
 
 def test_the_newest_resume_with_another_schedule_is_found() -> None:
@@ -69,8 +74,23 @@ def test_the_window_of_a_resume_stays_where_it_was_announced() -> None:
     assert planned.at(7, state) is None
     planned.resume(DataChange("other", None), 7)
     assert [planned.at(cursor, state) is not None for cursor in range(6, 12)] == [False, True, True, True, False, False]
-    planned.resume(DataChange("other", 10), 9)
+    planned.resume(DataChange("other", 7), 9)
     assert [planned.at(cursor, state) is not None for cursor in range(6, 12)] == [False, True, True, True, False, False]
+
+
+def test_the_window_of_a_resume_is_the_same_after_a_restart_within_it() -> None:
+    """Also if batches in it were excluded before it was announced, and if it begins with one that was given back."""
+    ledger, state, cfg = Ledger(), RunState(), load(["sentinel.planned_batches=3"])
+    ledger.exclude(9, 12, "bad shard")
+    before, after = PlannedChanges(cfg, ledger), PlannedChanges(cfg, ledger)
+    before.resume(DataChange("other", None), 7)
+    event = before.announce(before.at(7, state), 2, state)
+    assert event is not None
+    change = newest_data_change([changed(6, "data.sources.main.weight")], [replace(event, iteration=7, reason=DATA)])
+    after.resume(change, 8)
+    read = [batch for batch in range(20) if not ledger.is_excluded(batch)]
+    assert [batch for batch in read if after.at(batch, state) is not None] == [7, 8, 13]
+    assert [batch for batch in read if before.at(batch, state) is not None] == [7, 8, 13]
 
 
 def test_files_that_were_added_open_a_window_where_they_are_read() -> None:

@@ -259,6 +259,9 @@ class ChangePlanned(Event):
     """The window ends before this batch index; for a change of the schedule, before this step."""
     reason: str
     """What changes, in one line."""
+    first: int | None = None
+    """The window begins at this batch index or step. A batch that is given back there has a lower index. None: a log of
+    an older version."""
 
 
 @dataclass(slots=True, kw_only=True)
