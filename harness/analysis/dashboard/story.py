@@ -136,6 +136,7 @@ class Story:
     last_time: float = 0.0
     eval_loss: float | None = None
     num_starts: int = 0
+    num_checkpoints: int = 0
     num_lines: int = 0
     num_lines_lost: int = 0
     num_left_out: int = 0
@@ -294,6 +295,7 @@ class Story:
                 scores = {name: value for name, value in named.items() if "_stderr" not in name}
                 self.tasks.add(event.iteration, event.time, tuple(scores), tuple(scores.values()))
             case CheckpointSaved():
+                self.num_checkpoints += 1
                 self._mark_event(MarkKind.checkpoint, event)
             case CheckpointFailed() | CheckpointJudged():
                 self._mark_event(MarkKind.trouble, event)

@@ -191,7 +191,7 @@ def checkpoints_parts(story: Story) -> list[str]:
     marks = story.marks.get(MarkKind.checkpoint, ())
     if not marks:
         return ["checkpoints: none yet"]
-    return [f"saved {count_noun(len(marks), 'checkpoint')}", f"latest: {marks[-1].text}"]
+    return [f"saved {count_noun(story.num_checkpoints, 'checkpoint')}", f"latest: {marks[-1].text}"]
 
 
 def rank_lines(beats: Sequence[Beat], *, now_s: float) -> list[Line]:

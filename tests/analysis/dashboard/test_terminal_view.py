@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 from harness.analysis.dashboard.page_data import eta_s
-from harness.analysis.dashboard.story import Story
+from harness.analysis.dashboard.story import MOST_MARKS, Story
 from harness.analysis.dashboard.terminal_view import frame, sparkline
 from harness.core.event_json import to_json
-from harness.core.events import Intervention, RunStarted
+from harness.core.events import CheckpointSaved, Intervention, RunStarted
 from harness.core.rundir import RunDir
 from harness.telemetry.heartbeat import Beat, Phase
 from tests.analysis.dashboard.logs import BATCH_TOKENS, BEGUN, STEP_S, long_run, record, write
@@ -97,6 +97,15 @@ def test_frame_of_an_ended_run_lists_its_last_events(tmp_path: Path) -> None:
     assert texts[6] == "saved 20 checkpoints  latest: step 400: saved step-00000400-gen-0 in 2.0 s"
     assert texts[7] == "ranks 0 alive, 3 ended, on 2 hosts"
     assert len(texts) == 8 + 2 + 8
+
+
+def test_all_checkpoints_of_a_long_run_are_counted() -> None:
+    story = Story()
+    story.add(RunStarted(time=BEGUN, iteration=0, world_size=1, num_steps=9999, step=0))
+    for step in range(MOST_MARKS + 2):
+        story.add(CheckpointSaved(time=BEGUN, iteration=step, step=step, directory=f"step-{step}", seconds=2.0))
+    texts = [line.text for line in frame("first", story, [], now_s=BEGUN, width=200)]
+    assert "saved 1,002 checkpoints  latest: step 1001: saved step-1001 in 2.0 s" in texts
 
 
 def test_frame_of_an_empty_log_and_of_a_nan_loss(tmp_path: Path) -> None:
