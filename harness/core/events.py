@@ -449,6 +449,11 @@ class Action(Event):
     num_steps: int | None = None
     """Trial: steps that each remedy trains."""
 
+    @property
+    def label(self) -> str:
+        """The kind for people; `lr` for an operator's change of the learning rate, which may also raise it."""
+        return "lr" if self.kind is ActionKind.cool and self.incident == BY_OPERATOR else str(self.kind)
+
 
 @dataclass(slots=True, kw_only=True)
 class Outcome(Event):

@@ -53,8 +53,8 @@ def alerts_of(event: Event, *, newest_incident: int) -> Iterator[Alert]:
                 yield Alert(**at, kind=AlertKind.halt, message=message, topic="halt", incident=number)
             elif event.kind not in SILENT_ACTIONS:
                 cause = "an operator" if number == BY_OPERATOR else f"incident {number}"
-                topic = f"action {number} {event.kind}"
-                message = f"{event.kind} for {cause}: {event.reason}"
+                topic = f"action {number} {event.label}"
+                message = f"{event.label} for {cause}: {event.reason}"
                 yield Alert(**at, kind=AlertKind.action, message=message, topic=topic, incident=number)
         case Incident():
             message = f"incident {event.number} ended: {', '.join(event.kinds)} from iteration {event.onset}: "

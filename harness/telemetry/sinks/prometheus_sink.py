@@ -24,7 +24,9 @@ from typing import final
 
 from harness.config.telemetry import PrometheusConfig
 from harness.core.events import (
+    BY_OPERATOR,
     Action,
+    ActionKind,
     CheckpointFailed,
     CheckpointSaved,
     Event,
@@ -50,6 +52,10 @@ MEMBERS = {
     "fp8_saturated": "tensor",
 }
 """Metric with one value per member -> name of the label."""
+LR_SCALE = "harness_lr_scale"
+"""The sentinel's factor on the learning rate; the factor of an operator is not in it."""
+RESTORE_LR = "restore_lr"
+"""Kind of an action that raises that factor again; in the log it is a `cool`, too."""
 COUNTERS = (
     "harness_starts_total",
     "harness_rejected_updates_total",
@@ -172,7 +178,7 @@ def update_values(values: dict[str, float | str], event: Event) -> None:
         else:
             values[series_of(name)] = value
     values["harness_last_event_time_seconds"] = event.time
-    for series in counted_series(event):
+    for series in counted_series(event, lr_scale=float(values.get(LR_SCALE, 1.0))):
         values[series] = float(values.get(series, 0.0)) + 1
     match event:
         case StepRecord():
@@ -184,14 +190,16 @@ def update_values(values: dict[str, float | str], event: Event) -> None:
         case Incident():  # an incident that is still open at the end of a start has more than one event
             known = float(values.get("harness_incidents_total", 0.0))
             values["harness_incidents_total"] = max(known, float(event.number))
+        case Action(kind=ActionKind.cool, lr_scale=float(scale)) if event.incident != BY_OPERATOR:
+            values[LR_SCALE] = scale
         case RunEnded():
             values |= {"harness_running": 0, "harness_exit_code": event.exit_code}
         case _:
             pass
 
 
-def counted_series(event: Event) -> Iterator[str]:
-    """The counters that an event increases."""
+def counted_series(event: Event, *, lr_scale: float) -> Iterator[str]:
+    """The counters that an event increases; `lr_scale` is the sentinel's factor on the learning rate before it."""
     match event:
         case RunStarted():
             yield "harness_starts_total"
@@ -200,7 +208,8 @@ def counted_series(event: Event) -> Iterator[str]:
         case Finding():
             yield f'harness_findings_total{{kind="{event.kind}"}}'
         case Action():
-            yield f'harness_actions_total{{kind="{event.kind}"}}'
+            is_raised = event.label == ActionKind.cool and (event.lr_scale or 0.0) > lr_scale
+            yield f'harness_actions_total{{kind="{RESTORE_LR if is_raised else event.label}"}}'
         case CheckpointSaved():
             yield "harness_checkpoints_total"
         case CheckpointFailed():

@@ -36,6 +36,8 @@ def test_the_first_action_of_an_incident_opens_it() -> None:
     assert kinds(action(ActionKind.check), newest_incident=3) == []
     assert kinds(action(ActionKind.halt), newest_incident=3) == [AlertKind.halt]
     assert kinds(action(ActionKind.skip, incident=0)) == [AlertKind.action], "an operator opens no incident"
+    (alert,) = alerts_of(action(ActionKind.cool, incident=0), newest_incident=3)
+    assert alert.message == "lr for an operator: loss 9.1", "it may also raise the learning rate"
 
 
 @pytest.mark.parametrize(

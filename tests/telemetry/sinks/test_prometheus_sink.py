@@ -33,7 +33,13 @@ from harness.core.events import (
 )
 from harness.core.rundir import RunDir
 from harness.telemetry.event_log import read_chunk
-from harness.telemetry.sinks.prometheus_sink import PrometheusSink, render_metrics, series_of, target_file
+from harness.telemetry.sinks.prometheus_sink import (
+    PrometheusSink,
+    render_metrics,
+    series_of,
+    target_file,
+    update_values,
+)
 
 MakeRun = Callable[..., tuple[RunDir, Config]]
 MakeStep = Callable[..., StepRecord]
@@ -141,6 +147,17 @@ def test_a_scrape_has_the_newest_values_and_counters(
             urllib.request.urlopen(f"http://{sink.address}/", timeout=10)
         assert sink.address.startswith("127.0.0.1:")
     assert not target_file(run).exists()
+
+
+def test_a_learning_rate_that_is_restored_is_no_cooling() -> None:
+    """Both end a `cool` action with another factor: the sentinel after clean steps, an operator with `ctl RUN lr`."""
+    at: dict[str, Any] = {"time": 0.0, "iteration": 3, "step": 3, "reason": "r", "onset": 3}
+    values: dict[str, float | str] = {}
+    for incident_number, lr_scale in ((1, 0.5), (1, 0.25), (1, 0.5), (0, 0.25), (0, 0.5), (1, 1.0), (2, 0.5)):
+        update_values(values, Action(**at, kind=ActionKind.cool, incident=incident_number, lr_scale=lr_scale))
+    counted = {series: value for series, value in values.items() if series.startswith("harness_actions_total")}
+    kinds = {"cool": 3.0, "restore_lr": 2.0, "lr": 2.0}
+    assert counted == {f'harness_actions_total{{kind="{kind}"}}': count for kind, count in kinds.items()}
 
 
 def test_an_incident_that_was_open_at_restarts_counts_once(make_run: MakeRun, started: RunStarted) -> None:
