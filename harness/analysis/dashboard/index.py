@@ -58,6 +58,7 @@ class RunRow:
     lost_to_recovery: float
     """Share of the wall time."""
     tokens_per_s: float
+    """Median over its steps; NaN: it made none."""
     started: str
     """UTC, to the minute."""
     losses: list[float]
@@ -105,7 +106,7 @@ def run_row(run: RunDir, story: Story, *, root: Path, now_s: float) -> RunRow:
         goodput=total.of_time,
         lost_to=", ".join(total.main_causes),
         lost_to_recovery=total.lost_to_recovery,
-        tokens_per_s=float(last.get("tokens_per_s", math.nan)),
+        tokens_per_s=story.median_rate("tokens_per_s"),
         started=started,
         losses=[] if losses is None else losses.tolist(),
         has_page=run.dashboard.exists(),

@@ -27,6 +27,7 @@ from harness.analysis.dashboard.incidents import IncidentStories
 from harness.analysis.dashboard.run_setup import config_tree
 from harness.analysis.dashboard.series import NAN, ColumnTable, drawable_number, outlier
 from harness.analysis.dashboard.system_load import SystemLoad
+from harness.analysis.throughput import median_rate
 from harness.core.batch_sizes import TokenSchedule, read_token_schedule
 from harness.core.event_json import parse
 from harness.core.events import (
@@ -322,6 +323,11 @@ class Story:
         first, last = action.exclude
         for cursor in range(first, min(last + 1, first + NUM_RECENT)):
             self._blame(cursor, f"excluded by incident {action.incident}" if action.incident else "excluded")
+
+    def median_rate(self, column: str) -> float:
+        """The median of `tokens_per_s` or `mfu` over the steps; NaN if none has it."""
+        rate = median_rate(self.steps.column(column))
+        return NAN if rate is None else rate
 
     def all_marks(self) -> list[Mark]:
         """All marks, sorted by time."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from harness.analysis.sweeps.spike_score import SpikeScore, spike_score
 from harness.analysis.sweeps.sweep_record import Job
+from harness.analysis.throughput import median_rate
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE
 from harness.core.event_json import parse
 from harness.core.events import Action, ActionKind, EvalRecord, Event, Outcome, RunEnded, RunStarted, StepRecord
@@ -41,6 +41,7 @@ class JobResult:
     done: Counter[ActionKind] = field(default_factory=Counter)
     """Skips, rewinds and rollbacks that succeeded."""
     tokens_per_s: float | None = None
+    """Median over its steps; None: it made none."""
 
     @property
     def is_finished(self) -> bool:
@@ -62,7 +63,7 @@ def read_job_result(sweep: Path, job: Job) -> JobResult:
             for line in whole_lines(file, 0):
                 _add_line(result, rates, line)
     result.spikes = spike_score(result.losses)
-    result.tokens_per_s = statistics.median(rates) if rates else None
+    result.tokens_per_s = median_rate(rates)
     return result
 
 

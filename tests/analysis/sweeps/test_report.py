@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from harness.analysis.dashboard.comparison import ComparedRun, final_numbers
+from harness.analysis.dashboard.index import run_row
+from harness.analysis.dashboard.story import Story
 from harness.analysis.postmortem.overrides import computed_settings
 from harness.analysis.sweeps import sweep_record
 from harness.analysis.sweeps.job_result import read_job_result
@@ -21,6 +24,7 @@ from harness.analysis.sweeps.sweep_text import render_markdown, results_table, s
 from harness.config.compose import to_yaml
 from harness.config.errors import ConfigError
 from harness.core.events import ActionKind
+from harness.core.rundir import RunDir
 from launch.cli import sweep as command
 from tests.analysis.sweeps.job_logs import acted, ended, evaluated, finished, job, started, step, write_log
 from tests.composed import load
@@ -205,6 +209,20 @@ def test_result_of_a_resumed_job(tmp_path: Path) -> None:
     result = read_job_result(tmp_path, each)
     assert (result.exit_code, result.is_finished, result.step) == (None, False, 2)
     assert result.tokens_per_s == 150.0
+
+
+def test_every_table_has_the_same_throughput_of_a_job(tmp_path: Path) -> None:
+    """The median over its steps: the last step may lie in the pause of an evaluation."""
+    each, rates = job(lr="1"), (100.0, 90.0, 110.0, 5.0)
+    steps = [replace(step(at, 3.0), tokens_per_s=rate, mfu=rate / 1000) for at, rate in enumerate(rates)]
+    write_log(tmp_path / each.name, [started(4), *steps])
+    run, story = RunDir(tmp_path / each.name), Story()
+    story.read_more(run)
+    rows = final_numbers([ComparedRun(run, story, "job")], now_s=0.0)
+    numbers = {row["label"]: row.get("numbers") for row in rows}
+    assert read_job_result(tmp_path, each).tokens_per_s == 95.0
+    assert run_row(run, story, root=tmp_path, now_s=0.0).tokens_per_s == 95.0
+    assert (numbers["tokens per second"], numbers["MFU"]) == ([95.0], [pytest.approx(0.095)])
 
 
 def test_verdicts() -> None:
