@@ -82,7 +82,7 @@ def find_incidents(log: Iterable[Event], detectors: Detectors, policy: Policy, t
             continue
         findings = detectors.observe(record)
         ended += incidents.observe(record, findings)
-        trace.add(record.step, record.loss)
+        trace.add(record.step, math.nan if record.is_empty else record.loss)
         if findings or policy.policy_state.open_incidents:
             incident = incidents.open or (ended[-1] if ended else None)
             for action in decide_actions(policy, record, findings):

@@ -48,7 +48,8 @@ def _ask_other_findings(answers: Answers, run: LoggedRun, findings: Sequence[Fin
     others = [f for f in findings if not (f.kind is FindingKind.nonfinite and f.iteration in overflows)]
     kinds = Counter(str(finding.kind) for finding in others)
     grave = [finding for finding in others if finding.kind not in HARMLESS]
-    refused = [record for record in run.records if record.refused and record.iteration not in overflows]
+    rejected = [record for record in run.records if record.refused and not record.is_empty]
+    refused = [record for record in rejected if record.iteration not in overflows]
     counts = ", ".join(f"{kind} {count}" for kind, count in kinds.items()) or "none"
     number = f"findings: {counts}; rejected updates: {len(refused)}"
     if overflows:

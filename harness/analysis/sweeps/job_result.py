@@ -31,7 +31,7 @@ class JobResult:
     """Updates configured; 0: not started."""
     iterations: array[int] = field(default_factory=lambda: array("q"))
     losses: array[float] = field(default_factory=lambda: array("d"))
-    """Training loss of each iteration."""
+    """Training loss of each iteration whose batch had a token to predict."""
     evaluated_at: list[int] = field(default_factory=list)
     evaluations: list[float] = field(default_factory=list)
     """Held-out losses, at the iterations `evaluated_at`."""
@@ -77,8 +77,9 @@ def _add_line(result: JobResult, rates: array[float], line: bytes) -> None:
         return
     for event in parse(line.decode(errors="replace")):
         if isinstance(event, StepRecord):
-            result.iterations.append(event.iteration)
-            result.losses.append(event.loss)
+            if not event.is_empty:
+                result.iterations.append(event.iteration)
+                result.losses.append(event.loss)
             result.num_refused += event.refused
             result.step = event.step
             rates.append(event.tokens_per_s)

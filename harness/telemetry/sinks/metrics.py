@@ -48,9 +48,8 @@ def metrics_of(event: Event) -> dict[str, float]:
 
 
 def _step_values(record: StepRecord) -> dict[str, float | None]:
-    values: dict[str, float | None] = {
-        "loss": record.loss,
-        "grad_norm": record.grad_norm,
+    values = {} if record.is_empty else _loss_values(record)
+    values |= {
         "lr": record.lr,
         "step": record.step,
         "tokens": record.tokens,
@@ -61,18 +60,23 @@ def _step_values(record: StepRecord) -> dict[str, float | None]:
         "mfu": record.mfu,
         "memory_gb": _gigabytes(record.memory_bytes),
         "loader_wait_s": record.loader_wait_s,
-        "z_loss": record.z_loss,
         "loss_scale": record.loss_scale,
         "param_norm": record.param_norm,
         "v_norm": record.v_norm,
         "in_fp8": None if record.in_fp8 is None else float(record.in_fp8),
     }
-    values |= {f"grad_norm/{_clean(group)}": norm for group, norm in record.group_grad_norms.items()}
-    if len(record.source_losses) > 1:
-        values |= {f"loss/{_clean(source)}": loss for source, loss in record.source_losses.items()}
     values |= {f"activation_rms/{_clean(layer)}": rms for layer, rms in record.activation_rms.items()}
     values |= {f"fp8_underflow/{_clean(group)}": share for group, share in record.fp8_underflow.items()}
     values |= {f"fp8_saturated/{role}": float(health["saturated"]) for role, health in record.fp8.items()}
+    return values
+
+
+def _loss_values(record: StepRecord) -> dict[str, float | None]:
+    """Losses and gradient norms; a batch without a token to predict has none."""
+    values: dict[str, float | None] = {"loss": record.loss, "grad_norm": record.grad_norm, "z_loss": record.z_loss}
+    values |= {f"grad_norm/{_clean(group)}": norm for group, norm in record.group_grad_norms.items()}
+    if len(record.source_losses) > 1:
+        values |= {f"loss/{_clean(source)}": loss for source, loss in record.source_losses.items()}
     return values
 
 

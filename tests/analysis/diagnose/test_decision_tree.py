@@ -45,6 +45,12 @@ def test_healthy_run_reaches_the_end_of_the_tree() -> None:
     assert diagnose([]).conclusion == "the log has no steps yet"
 
 
+def test_batches_without_a_token_to_predict_are_healthy() -> None:
+    found = diagnose(rows({300: {"loss": 0.0, "grad_norm": 0.0, "refused": True}}), precision__kind="bf16")
+    assert found.finds is Finds.nothing
+    assert "rejected updates: 0" in render(found)
+
+
 def test_non_finite_values_are_located_by_step_rank_and_layer() -> None:
     broken = {"loss": math.nan, "refused": True, "nonfinite_ranks": [3], "group_grad_norms": {"head": math.nan}}
     found = diagnose(rows({400: broken}), precision__kind="fp32")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
@@ -148,6 +149,18 @@ def test_batches_of_a_restore_that_failed_are_not_excluded(tmp_path: Path) -> No
         f"rollback, batches 140 to 150 not excluded, failed (iteration {ONSET})",
     ]
     assert lines(is_torn=True)[1] == f"rollback, batches 140 to 150 excluded, failed (iteration {ONSET})"
+
+
+def test_a_batch_without_a_token_to_predict_is_a_gap_in_the_pictures(tmp_path: Path) -> None:
+    changes = {ONSET: stories.refused(loss=6.0, grad_norm=9.0), ONSET + 3: stories.refused(loss=0.0, grad_norm=0.0)}
+    evidence = evidence_of(write(tmp_path / "run", stories.log_of(changes, [stories.ended()])))
+    for panel in (Panel.loss, Panel.gradient):
+        figure = Figure()
+        assert PAINTERS[panel](figure, evidence)
+        (axes,) = figure.axes
+        drawn = [np.asarray(line.get_ydata(), dtype=float) for line in axes.lines]
+        drawn += [np.asarray(dots.get_offsets(), dtype=float)[:, 1] for dots in axes.collections]
+        assert min(float(np.nanmin(values)) for values in drawn if values.size) > 0
 
 
 def test_empty_pictures_are_left_out_and_removed(tmp_path: Path) -> None:

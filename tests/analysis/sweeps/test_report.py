@@ -211,6 +211,13 @@ def test_result_of_a_resumed_job(tmp_path: Path) -> None:
     assert result.tokens_per_s == 150.0
 
 
+def test_a_batch_without_a_token_to_predict_has_no_loss(tmp_path: Path) -> None:
+    each, empty = job(lr="1"), replace(step(1, 0.0, refused=True), grad_norm=0.0)
+    write_log(tmp_path / each.name, [started(3), step(0, 3.0), empty, step(2, 2.5)])
+    result = read_job_result(tmp_path, each)
+    assert (list(result.iterations), list(result.losses)) == ([0, 2], [3.0, 2.5])
+
+
 def test_every_table_has_the_same_throughput_of_a_job(tmp_path: Path) -> None:
     """The median over its steps: the last step may lie in the pause of an evaluation."""
     each, rates = job(lr="1"), (100.0, 90.0, 110.0, 5.0)

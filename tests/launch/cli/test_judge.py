@@ -2,14 +2,18 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness.analysis.judge.judge_picture import MOST_COLUMNS, Trace
+from harness.sentinel.detect.detectors import Detectors
+from harness.sentinel.policy.policy import Policy
+from launch.cli.judge import detect_config, find_incidents, policy_config
 from launch.cli.main import main
-from tests.sentinel.series import losses
+from tests.sentinel.series import losses, record
 
 
 def write(path: Path, values: list[float]) -> str:
@@ -48,6 +52,14 @@ def test_a_clean_log_and_one_full_of_nan(tmp_path: Path, capsys: pytest.CaptureF
     (incident,) = incidents(capsys.readouterr().out)
     assert (incident["kind"], incident["onset_step"], incident["end_step"]) == ("nonfinite", 0, None)
     assert incident["peak_loss"] is None
+
+
+def test_a_batch_without_a_token_to_predict_is_a_gap_in_the_plot() -> None:
+    rows = [replace(record(at, 3.0), refused=at == 4) for at in range(8)]
+    rows[4] = replace(rows[4], loss=0.0, grad_norm=0.0)
+    trace = Trace()
+    find_incidents(rows, Detectors(detect_config([])), Policy.start(policy_config(), lag=0), trace)
+    assert [math.isnan(low) for _, low, _ in trace.columns] == [at == 4 for at in range(8)]
 
 
 def test_columns_and_options_can_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

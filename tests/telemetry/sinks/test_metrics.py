@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 
 from harness.core.events import CheckpointSaved, DrillScored, EvalRecord, RunStarted, StepRecord
@@ -56,6 +57,13 @@ def test_unknown_values_are_not_sent(make_step: MakeStep) -> None:
         not {"mfu", "memory_gb", "z_loss", "loss_scale", "param_norm", "v_norm", "in_fp8"}
         & metrics_of(make_step(0)).keys()
     )
+
+
+def test_a_batch_without_a_token_to_predict_has_no_loss(make_step: MakeStep) -> None:
+    facts = {"z_loss": 0.0, "group_grad_norms": {"head": 0.0}, "source_losses": {"web": 0.0, "code": 0.0}}
+    metrics = metrics_of(make_step(4, loss=0.0, grad_norm=0.0, refused=True, **facts))
+    assert not {name for name in metrics if re.match("(loss|grad_norm|z_loss)(/|$)", name)}
+    assert (metrics["refused"], metrics["step"]) == (1.0, 5.0)
 
 
 def test_nonfinite_values_become_a_flag(make_step: MakeStep) -> None:

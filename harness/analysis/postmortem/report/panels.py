@@ -62,7 +62,7 @@ def draw(evidence: Evidence, folder: Path) -> list[Panel]:
 def _draw_loss(figure: Figure, evidence: Evidence) -> bool:
     axes = figure.subplots()
     applied = [record for record in evidence.records if not record.refused]
-    refused = [record for record in evidence.records if record.refused]
+    refused = [record for record in evidence.records if record.refused and not record.is_empty]
     draw_line(axes, series(applied, lambda record: record.loss), BLUE, "applied")
     draw_dots(axes, series(refused, lambda record: record.loss), RED, "rejected, not applied")
     draw_line(axes, _bound(evidence, "loss"), GREY, "the gate's bound", dashed=True)
@@ -79,7 +79,12 @@ def _draw_rate(figure: Figure, evidence: Evidence) -> bool:
 
 def _draw_gradient(figure: Figure, evidence: Evidence) -> bool:
     axes = figure.subplots()
-    draw_line(axes, series(evidence.records, lambda record: record.grad_norm), BLUE, "before clipping")
+    draw_line(
+        axes,
+        series(evidence.records, lambda record: math.nan if record.is_empty else record.grad_norm),
+        BLUE,
+        "before clipping",
+    )
     draw_line(axes, _bound(evidence, "grad_norm"), GREY, "the gate's bound", dashed=True)
     clip = evidence.run.settings.get("optim.clip_norm")
     if isinstance(clip, int | float):
