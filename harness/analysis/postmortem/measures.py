@@ -214,9 +214,11 @@ def held_out_check(evidence: Evidence) -> tuple[float, float] | None:
 
 def num_failed_recoveries(evidence: Evidence) -> int:
     """Recovery actions of the incident that were followed by another one. Skips in a row, each of another batch, count
-    as one action."""
+    as one action. The return to the scheduled learning rate, a `cool` with a larger factor, is none."""
     others = (ActionKind.watch, ActionKind.check, ActionKind.accept, ActionKind.precision, ActionKind.qk_clip)
-    kinds = [action.kind for action in evidence.actions if action.kind not in others]
+    cools = [action for action in evidence.actions if action.kind is ActionKind.cool]
+    raises = [later for now, later in pairwise(cools) if (later.lr_scale or 0.0) > (now.lr_scale or 0.0)]
+    kinds = [action.kind for action in evidence.actions if action.kind not in others and action not in raises]
     return sum(kind is not ActionKind.skip or later is not ActionKind.skip for kind, later in pairwise(kinds))
 
 

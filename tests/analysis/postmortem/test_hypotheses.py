@@ -162,6 +162,17 @@ def test_skips_in_a_row_are_no_failed_recoveries(tmp_path: Path) -> None:
     assert num_failed("skip", "rewind", "skip", "rollback") == 3
 
 
+def test_a_learning_rate_that_is_restored_is_no_failed_recovery(tmp_path: Path) -> None:
+    def num_failed(*scales: float) -> int:
+        actions: list[Event] = [
+            stories.action(ActionKind.cool, ONSET + at, lr_scale=scale) for at, scale in enumerate(scales)
+        ]
+        return num_failed_recoveries(evidence_of(write(tmp_path / "run", log_of({}, [*actions, stories.ended()]))))
+
+    assert num_failed(0.5, 1.0) == 0
+    assert num_failed(0.5, 0.25, 0.5, 1.0) == 1
+
+
 def test_one_non_finite_rank_is_not_an_fp8_problem(tmp_path: Path) -> None:
     first, *_ = ranked(tmp_path, stories.one_rank(), FP8)
     assert (first.cause, first.score) == (Cause.corrupted_rank, 0.95)
