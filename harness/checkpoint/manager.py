@@ -79,6 +79,9 @@ class CheckpointManager:
         """Held by a job of either thread: a deletion must not hit a checkpoint that is published meanwhile."""
         self._events: list[Event] = []
         self._on_disk: set[str] = set()
+        """Names of the checkpoints that count as saved."""
+        self._unverified: set[str] = set()
+        """Those of which only the manifest was read. One is verified before it makes a save unnecessary."""
         self._queued: Slot | None = None
         """Snapshot to be written once its step report has arrived and all that the report calls for is done."""
         self._is_queued_on_request = False
@@ -105,12 +108,14 @@ class CheckpointManager:
         """Register the checkpoints on disk after a resume from memory; the next clean steps may make them good.
 
         Those with a damaged manifest are quarantined and returned: the run saves their steps again. One whose manifest
-        cannot be read, or that another version wrote, is not registered.
+        cannot be read, or that another version wrote, is not registered. Other files are not read here: most of these
+        checkpoints are never needed.
         """
         self._last_unclean = state.iteration
         readable, damage = run_on_rank_zero(self._check_manifests)
         for name, health in readable:
             self._on_disk.add(name)
+            self._unverified.add(name)
             if health in (Health.candidate, Health.unread):
                 self._candidates[name] = state.iteration
         return damage
@@ -308,7 +313,7 @@ class CheckpointManager:
         """
         name = catalog.name_of(state.step, state.generation)
         self.finish_saves()
-        if name not in self._on_disk:
+        if not self._is_saved(state):
             slot = self._snapshot_to_save(state)
             slot.complete(step=state.step, refused_in_row=state.refused_in_row, sentinel=remembered())
             self._write(slot)
@@ -373,11 +378,50 @@ class CheckpointManager:
                 self._origins[event.directory] = _Origin(event.iteration, event.time)
 
     def _write(self, slot: Slot) -> None:
-        if catalog.name_of(slot.state.step, slot.state.generation) in self._on_disk:
+        if self._is_saved(slot.state):
             slot.is_saving = False
             return
         blocked_s = self._blocked_s
         self._writer.submit(lambda: [self._save(slot, blocked_s)])
+
+    def _is_saved(self, state: RunState) -> bool:
+        """Whether a checkpoint of this step is on disk, so that no save is needed. Collective if it is unverified.
+
+        All ranks know the same names and share the files to hash. A damaged checkpoint is quarantined. One that cannot
+        be read stays as it is and does not count, so the save of this step fails and says so.
+        """
+        name = catalog.name_of(state.step, state.generation)
+        if name in self._unverified:
+            self._unverified.remove(name)
+            problem = self._find_problem(name)
+            if problem is not None:
+                self._on_disk.remove(name)
+                self._candidates.pop(name, None)
+            if isinstance(problem, Damaged):
+                self._events.append(
+                    CheckpointJudged(
+                        time=time.time(),
+                        iteration=state.iteration,
+                        directory=name,
+                        health="damaged",
+                        reason=str(problem),
+                    )
+                )
+        return name in self._on_disk
+
+    def _find_problem(self, name: str) -> Damaged | StorageError | OtherVersion | None:
+        """Verify a checkpoint as a load does, and quarantine it if it is damaged; the same on all ranks. Collective."""
+        path, world = self._root / name, self._world
+        try:
+            gather_results(lambda: integrity.verify(path, part=world.rank, parts=world.size))
+        except Damaged as error:
+            if world.is_first:
+                with suppress(OSError):  # without the rename, the save of this step fails and says so
+                    catalog.quarantine(path)
+            return error
+        except (StorageError, OtherVersion) as error:
+            return error
+        return None
 
     def _save(self, slot: Slot, blocked_s: float) -> Event:
         """Runs in the writer thread, on every rank. It ends on all ranks together, so that none waits for it alone."""

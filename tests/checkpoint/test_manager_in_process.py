@@ -444,6 +444,52 @@ def test_damaged_checkpoint_is_quarantined_after_a_resume_from_memory_and_its_st
     assert name_of(3, 0) not in dict(run.marks)
 
 
+@pytest.mark.parametrize("is_last", [True, False])
+def test_checkpoint_with_a_damaged_shard_does_not_count_as_saved_after_a_resume_from_memory(
+    tmp_path: Path, world: World, is_last: bool
+) -> None:
+    """Its shards are read only if it would make a save unnecessary: at the end, or if a rejected update is repeated."""
+    Played(tmp_path, world).steps(4)
+    for step in (2, 4):
+        (shard,) = (tmp_path / name_of(step, 0)).glob("*.distcp")
+        content = bytearray(shard.read_bytes())
+        content[-1] ^= 1
+        shard.write_bytes(content)
+    run = Played(tmp_path, world, slots=0)
+    run.state = RunState(step=4, iteration=4, cursor=4)
+    with failing(".distcp") as read:
+        assert run.checkpoints.continue_from_snapshot(run.state) == []
+        assert run.steps(1) == [], "an ordinary resume reads no shard"
+        assert read == []
+    run.state = RunState(step=4, iteration=5, cursor=5)
+    if is_last:
+        assert run.checkpoints.save_last(run.state, is_done=False)
+        run.finish_saves()
+    else:
+        run.num_refused = 1
+        run.checkpoints.request_save()
+        run.step(refused=True)
+    assert run.saved == [4]
+    assert integrity.verify(tmp_path / name_of(4, 0)).step == 4
+    assert [path.name for path in catalog.list_damaged(tmp_path)] == [f"{name_of(4, 0)}.damaged"]
+    assert [(name, reason.endswith("(sha256 differs)")) for name, reason in run.marks] == [(name_of(4, 0), True)]
+
+
+def test_intact_checkpoint_is_hashed_once_after_a_resume_from_memory(tmp_path: Path, world: World) -> None:
+    Played(tmp_path, world).steps(4)
+    run = Played(tmp_path, world)
+    run.state = RunState(step=4, iteration=4)
+    run.checkpoints.continue_from_snapshot(run.state)
+    with failing(".distcp"):
+        assert not run.checkpoints.save_last(run.state, is_done=True), "it cannot be read, and stays as it is"
+    assert list(run.health) == [2, 4]
+    run.checkpoints.continue_from_snapshot(run.state)
+    assert run.checkpoints.save_last(run.state, is_done=True)
+    with failing(".distcp"):
+        assert run.checkpoints.save_last(run.state, is_done=True), "the result is remembered"
+    assert run.saved == []
+
+
 def test_checkpoint_that_cannot_be_read_does_not_count_as_saved_after_a_resume_from_memory(
     tmp_path: Path, world: World
 ) -> None:
