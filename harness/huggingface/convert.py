@@ -38,6 +38,7 @@ from harness.config.model import ModelConfig
 from harness.config.precision import PrecisionKind
 from harness.config.schema import Config
 from harness.core.locking import run_lease
+from harness.core.locking.lease_holder import DEFAULT_LEASE_S
 from harness.core.rundir import RunDir, has_begun, write_atomically
 from harness.core.state import RunState
 from harness.data.corpus.remote_cache import use_cache
@@ -213,11 +214,12 @@ def find_tokenizer(cfg: Config) -> tuple[Path, str | None] | None:
 
 def import_model(source: Path, run: RunDir) -> tuple[Path, dict[str, Any]]:
     """Make the weights of a directory the first checkpoint of a run that has not begun; returns its path and the
-    matching `model` options."""
+    matching `model` options.
+
+    The lease of the run is held while the checkpoint is written, and not before: rejected weights leave no directory.
+    """
     run_lease.require_free(run.path, wait=False)
-    require(not has_begun(run), str(run.path), "has already trained; import into a new run")
-    occupied = [*catalog.list_checkpoints(run.checkpoints), *catalog.list_damaged(run.checkpoints)]
-    require(not occupied, str(run.path), "already has checkpoints; import into a new run")
+    require_new(run)
     path = source / CONFIG
     content, default = read_json(path), compose.load(["parallel.device=cpu"])
     try:
@@ -226,12 +228,22 @@ def import_model(source: Path, run: RunDir) -> tuple[Path, dict[str, Any]]:
     except ConfigError as error:
         raise ConfigError(str(path), str(error)) from None
     weights = read_weights(source, cfg)
-    world = connect(default.parallel)
-    try:
-        written = saver.write(run.checkpoints, initial_tensors(weights), RunState(), world=world, rollback={})
-    finally:
-        disconnect()
+    with run_lease.holding():
+        run_lease.hold(run.path, DEFAULT_LEASE_S)
+        require_new(run)  # again: a run may have begun while the weights were read
+        world = connect(default.parallel)
+        try:
+            written = saver.write(run.checkpoints, initial_tensors(weights), RunState(), world=world, rollback={})
+        finally:
+            disconnect()
     return written.path, options
+
+
+def require_new(run: RunDir) -> None:
+    """Reject a run that has begun or has a checkpoint."""
+    require(not has_begun(run), str(run.path), "has already trained; import into a new run")
+    occupied = [*catalog.list_checkpoints(run.checkpoints), *catalog.list_damaged(run.checkpoints)]
+    require(not occupied, str(run.path), "already has checkpoints; import into a new run")
 
 
 def initial_tensors(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

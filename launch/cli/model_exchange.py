@@ -1,7 +1,7 @@
 """`harness checkpoint export` and `import`: converts a model to and from the Hugging Face layout.
 
-Neither touches a run that is training. Torch is imported after the arguments are checked. An error is one line on
-stderr and exit code 2.
+Neither touches a run that is training: an import holds the lease of its run. Torch is imported after the arguments are
+checked. An error is one line on stderr and exit code 2, or 75 if storage failed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.command_line import override, run_overrides, shell_command
-from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, require
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError, require
 from harness.config.precision import PrecisionKind
 from harness.core.rundir import RunDir
 from launch.cli.parser import CommandParser
@@ -49,6 +49,9 @@ def run_and_report_errors(command: Callable[[], None]) -> int:
     except ConfigError as error:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG
+    except StorageError as error:
+        print(f"harness: {error}", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except KeyboardInterrupt:
         print("harness: stopped; nothing was written", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -21,10 +22,12 @@ from harness.checkpoint import catalog, integrity, saver, store
 from harness.checkpoint.catalog import Health
 from harness.config import compose
 from harness.config.errors import ConfigError
+from harness.config.model import ModelConfig
 from harness.config.precision import PrecisionKind
 from harness.config.schema import Config
 from harness.core.event_json import to_json
 from harness.core.events import RunStarted
+from harness.core.locking.directory_lease import SeenLease, read_newest
 from harness.core.rundir import RunDir, append_line
 from harness.core.state import RunState
 from harness.data.prepare.prepare import prepare_corpus
@@ -374,6 +377,40 @@ def test_a_run_that_trains_or_has_trained_is_not_imported_into(tmp_path: Path, e
         other.kill()
     started = RunStarted(time=1.0, iteration=0, world_size=1, num_steps=9, step=0, resumed_from=None)
     append_line(run.events, to_json(started))
+    with pytest.raises(ConfigError, match=r"new: has already trained; import into a new run$"):
+        convert.import_model(exported, run)
+    assert not run.checkpoints.exists()
+
+
+def test_an_import_holds_the_lease_of_the_run_while_it_writes(
+    tmp_path: Path, exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, write, seen = RunDir(tmp_path / "new"), saver.write, list[SeenLease | None]()
+
+    def write_and_look(*arguments: Any, **options: Any) -> saver.Written:
+        seen.append(read_newest(run.lease))
+        return write(*arguments, **options)
+
+    monkeypatch.setattr(saver, "write", write_and_look)
+    convert.import_model(exported, run)
+    seen.append(read_newest(run.lease))
+    pids = [lease.holder.pid for lease in seen if lease is not None and lease.holder is not None]
+    assert pids == 2 * [os.getpid()]
+    assert [lease.released for lease in seen if lease is not None] == [False, True]
+
+
+def test_a_run_that_begins_while_the_weights_are_read_is_not_imported_into(
+    tmp_path: Path, exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, read = RunDir(tmp_path / "new"), convert.read_weights
+
+    def read_slowly(source: Path, cfg: ModelConfig) -> dict[str, Tensor]:
+        prepare_run(loaded(*SMALL, f"run.dir={tmp_path}", "run.name=new"))
+        started = RunStarted(time=1.0, iteration=0, world_size=1, num_steps=9, step=0, resumed_from=None)
+        append_line(run.events, to_json(started))
+        return read(source, cfg)
+
+    monkeypatch.setattr(convert, "read_weights", read_slowly)
     with pytest.raises(ConfigError, match=r"new: has already trained; import into a new run$"):
         convert.import_model(exported, run)
     assert not run.checkpoints.exists()

@@ -5,7 +5,7 @@ anything. It renews it from a thread during the run, and releases it at the end.
 a file. In an elastic run the launcher that coordinates a restart holds it from the death of one rank 0 until the next
 takes it over (OFFERED_BY): of two launchers that have lost each other, only one writes.
 `harness.core.locking.directory_lease` explains how a lease works and when one that was not released is stale.
-Commands that only read, and `harness ctl`, do not need it.
+`harness checkpoint import` takes it while it writes. Commands that only read, and `harness ctl`, do not need it.
 """
 
 from __future__ import annotations
