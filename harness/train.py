@@ -166,7 +166,7 @@ def choose_branches(run: Run, cursor: int, *, position: int | None = None, plann
         step=state.step,
         cursor=cursor,
         generation=state.generation,
-        probe=state.iteration % cfg.sentinel.probe_every == 0 or parts.sentinel.probe_next_step,
+        probe=state.iteration % cfg.sentinel.probe_every == 0 or state.iteration in parts.sentinel.probe_at,
         in_fp8=parts.fp8_layers.in_fp8,
         saves=parts.checkpoints.is_due(state.step + 1),
         evaluates=is_due(cfg.eval.every_steps, state.step + 1, cfg),

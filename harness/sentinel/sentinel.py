@@ -10,7 +10,7 @@ A rewind restores the detectors to the snapshot. It never restores the policy: n
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Self, final
 
@@ -53,9 +53,10 @@ class Sentinel:
     policy: Policy
     digest: int = 0
     """CRC of every finding and action so far, in order."""
-    probe_next_step: bool = False
-    """Probe the next step, because an fp8 step had a finding or fp8 was switched on again: the response differs if fp8
-    is the cause."""
+    probe_at: set[int] = field(default_factory=set)
+    """Iterations after which a step is probed, because an fp8 step had a finding or fp8 was switched on again: the
+    response differs if fp8 is the cause. It is the first step that begins after the record has been read. A resume
+    knows the same iterations, from its state and the log."""
     incident_log: IncidentLog = field(default_factory=IncidentLog)
     """For reports; no decision depends on it."""
     machines: dict[str, list[int]] = field(default_factory=dict)
@@ -80,7 +81,7 @@ class Sentinel:
         findings = self.detectors.observe(record)
         for found in findings:
             self._add_to_digest((found.kind, found.iteration, found.onset, found.ranks, found.groups, found.cursors))
-        self.probe_next_step = bool(findings) and record.in_fp8 is True
+        self._request_probe(record, findings)
         action = self.policy.decide(record, findings)
         for closed in self.policy.closed:
             if closed.verdict is IncidentVerdict.accepted:
@@ -126,9 +127,19 @@ class Sentinel:
                 self.detectors.expect_lr_change()
             if action.kind is ActionKind.accept:
                 self.detectors.accept_level(loss=action.level, grad_norm=action.grad_level)
-            if action.in_fp8:
-                self.probe_next_step = True
+            self._request_probe_after(action)
         return action
+
+    def _request_probe(self, record: ReducedRecord, findings: Sequence[Finding]) -> None:
+        """Request a probe if an fp8 step had a finding, and forget the requests of earlier iterations."""
+        self.probe_at = {iteration for iteration in self.probe_at if iteration >= record.iteration}
+        if findings and record.in_fp8:
+            self.probe_at.add(record.iteration + self.cfg.lag)
+
+    def _request_probe_after(self, action: Action) -> None:
+        """Request a probe if fp8 is switched on again."""
+        if action.in_fp8:
+            self.probe_at.add(action.iteration + self.cfg.lag)
 
     def digest_with(self, branches: tuple[int | bool | None, ...]) -> int:
         """The digest extended by the branches of the step that it is sent with."""
@@ -145,6 +156,7 @@ class Sentinel:
             "digest": self.digest,
             "decided": [list(key) for key in self.decided],
             "incidents": self.incident_log.state(),
+            "probe_at": sorted(self.probe_at),
         }
 
     def copy(self) -> Self:
@@ -172,6 +184,7 @@ class Sentinel:
             self.policy = Policy.restore(self.cfg.policy, memory["policy"], lag=self.cfg.lag)
             self.digest = memory["digest"]
             self.decided = memory.get("decided", [])
+            self.probe_at = set(memory.get("probe_at", ()))
             self.incident_log = IncidentLog.restore(memory["incidents"]) if "incidents" in memory else IncidentLog()
         since = list(since)
         for event, _ in self.policy.fold(drop_known(since, self.decided)):
@@ -186,9 +199,11 @@ class Sentinel:
             case JudgedRecord(record, findings):
                 self.decided = []
                 if not policy_state.is_awaiting and not policy_state.is_halted:
+                    self._request_probe(record, findings)
                     self.incident_log.on_record(record, findings, policy_state)
             case Action():
                 self.decided.append(decision_key(event))
+                self._request_probe_after(event)
                 self.incident_log.on_action(event)
             case Outcome():
                 self.decided.append(decision_key(event))

@@ -301,7 +301,7 @@ def divergence_cases(simulation: SimulatedRank) -> dict[str, SignalFault]:
     """Faults that change shared state on one rank only, so that its branches differ."""
 
     def request_probe() -> None:
-        simulation.parts.sentinel.probe_next_step = True
+        simulation.parts.sentinel.probe_at.add(simulation.state.iteration)
 
     def disable_fp8() -> None:
         simulation.parts.sentinel.policy.policy_state.fallback.is_on = True

@@ -22,6 +22,7 @@ from tests.analysis.postmortem.stories import healthy
 
 CFG = composed.load().sentinel
 LAG = CFG.lag
+K = ActionKind
 REWOUND_STEPS = 4
 
 
@@ -139,6 +140,34 @@ def restored(*, num_in_flight: int = 0) -> LoggedRun:
 
 def folded(run: LoggedRun) -> dict[str, Any]:
     return Policy.replay(CFG.policy, run.log, lag=LAG).state()
+
+
+@pytest.mark.parametrize("iteration", [118, 119, 120, 121])
+def test_a_resume_probes_the_steps_that_the_run_would_have_probed(iteration: int, tmp_path: Path) -> None:
+    """A finding in fp8 and a return to fp8 request a probe: before, at or after the state that is resumed from."""
+    run = LoggedRun()
+    run.iterate_clean(119)
+    run.iterate(is_rejected=True, in_fp8=True)
+    assert run.sentinel.probe_at == {120 + LAG}
+    run.iterate()
+    back = Action(time=0, iteration=121, kind=K.precision, step=120, incident=0, reason="", onset=121, in_fp8=True)
+    run.log.append(back)
+    run.sentinel.on_operator_action(back)
+    assert run.sentinel.probe_at == {120 + LAG, 121 + LAG}
+    memory = run.memories[iteration]
+    assert resumed(run, memory, iteration, tmp_path).probe_at == run.sentinel.probe_at
+    del memory["probe_at"]
+    del run.log[-1]
+    older = resumed(run, memory, iteration, tmp_path)
+    assert older.probe_at == ({120 + LAG} if iteration < 120 else set()), "a checkpoint of an earlier version"
+
+
+def test_a_rewind_keeps_the_requested_probe() -> None:
+    run = LoggedRun()
+    run.iterate_clean(120)
+    run.iterate(is_rejected=True, in_fp8=True, param_norm=math.nan, group_param_norms={"blocks.0": math.nan})
+    assert run.taken[0] in RESTORES
+    assert run.sentinel.probe_at == {121 + LAG}
 
 
 @pytest.mark.parametrize("iteration", [119, 120, 121])

@@ -188,7 +188,7 @@ def test_the_next_step_is_probed_after_a_finding_in_fp8_and_when_fp8_is_switched
 
     def probes_next_after(at: int, **facts: Any) -> bool:
         sentinel.process_record(replace(record(at), **facts))
-        return sentinel.probe_next_step
+        return at + sentinel.cfg.lag in sentinel.probe_at
 
     assert not probes_next_after(1, in_fp8=True)
     assert probes_next_after(2, in_fp8=True, grad_norm=math.nan, refused=True)
@@ -197,4 +197,4 @@ def test_the_next_step_is_probed_after_a_finding_in_fp8_and_when_fp8_is_switched
     sentinel.on_operator_action(
         Action(time=0, iteration=5, kind=K.precision, step=5, incident=0, reason="", onset=5, in_fp8=True)
     )
-    assert sentinel.probe_next_step
+    assert 5 + sentinel.cfg.lag in sentinel.probe_at
