@@ -31,6 +31,7 @@ from harness.run_corpus import RunData
 from harness.telemetry.evaluation_process import require_evaluation
 from harness.telemetry.event_log import (
     events_since,
+    find_done_step,
     last_iteration,
     last_recorded_iteration,
     read_non_step_events,
@@ -49,6 +50,8 @@ class Opened:
     """Config keys that were changed on purpose since the last start."""
     is_new: bool = True
     """There is no run to resume. Its configuration is written."""
+    done_step: int = 0
+    """Steps of the run if the last start ended with all of them done, else 0."""
     problem: str = ""
 
 
@@ -81,7 +84,7 @@ def open_run(cfg: Config, data: RunData) -> Opened:
         changes = rundir.create_run_dir(cfg, run) | data.changes
         if is_new := not rundir.has_begun(run):
             rundir.record_config(cfg, run, changes, iteration=seen, corpus=render_record(data.record))
-        return Opened(run, seen, changes, is_new)
+        return Opened(run, seen, changes, is_new, find_done_step(run.events))
     except ConfigError as error:
         return Opened(run, seen, {}, problem=str(error))
 
@@ -94,6 +97,16 @@ def accept_config(cfg: Config, data: RunData, opened: Opened) -> None:
     if not opened.is_new:
         corpus = render_record(data.record)
         rundir.record_config(cfg, opened.run, opened.changes, iteration=opened.last_iteration, corpus=corpus)
+
+
+def explain_lost_end(opened: Opened, state: RunState, *, num_steps: int) -> str:
+    """Why a run that was finished trains again; empty if it was not finished or does not train again."""
+    done = opened.done_step
+    if state.step >= min(done, num_steps):
+        return ""
+    place = f"continues from step {state.step:,}" if state.step else "starts over"
+    lost = f"no checkpoint of step {done:,} can be loaded"
+    return f"{opened.run.path}: all {done:,} steps were done, but {lost}; the run {place}"
 
 
 def find_data_change(run: RunDir) -> DataChange | None:

@@ -40,6 +40,7 @@ from harness.core.gc_schedule import GcSchedule
 from harness.core.locking import run_lease
 from harness.core.safe_stream import safe_output
 from harness.core.state import RunState
+from harness.core.stderr_lines import print_warning
 from harness.data.batch import Batch
 from harness.data.batch_facts import facts_to_record
 from harness.distributed.collectives import enter_on_all_ranks, run_on_all_ranks, run_on_rank_zero
@@ -51,7 +52,15 @@ from harness.precision.fp8.engine import require_engine
 from harness.recomputation import choose_recomputation, explain_check_off
 from harness.recovery import run_actions
 from harness.remote_resume import restore_remote_run
-from harness.resume import Opened, accept_config, clear_old_stop_file, find_data_change, open_run, resume
+from harness.resume import (
+    Opened,
+    accept_config,
+    clear_old_stop_file,
+    explain_lost_end,
+    find_data_change,
+    open_run,
+    resume,
+)
 from harness.run import Ending, Run
 from harness.run_corpus import RunData, require_planned, resolve_run_data
 from harness.sentinel.device.step_report import HostFacts
@@ -429,6 +438,8 @@ def report_start(run: Run, opened: Opened, events: list[Event]) -> None:
     cfg, parts, state, is_first = run.cfg, run.parts, run.state, run.parts.world.is_first
     if is_first and (line := explain_check_off(cfg, parts.world)):
         print(line, flush=True)
+    if is_first and (line := explain_lost_end(opened, state, num_steps=cfg.train.num_steps)):
+        print_warning(line)
     for event in events:
         run.reporter.emit_after_pause(event)
     parts.planned.resume(run_on_rank_zero(lambda: find_data_change(run.directory)), state.cursor)

@@ -30,6 +30,7 @@ from pathlib import Path
 from threading import Condition, Thread
 from typing import Any, final
 
+from harness.config.errors import EXIT_DONE
 from harness.config.schema import Config
 from harness.core import rundir
 from harness.core.event_json import parse, to_json
@@ -124,6 +125,12 @@ def last_iteration(path: Path) -> int:
 def last_recorded_iteration(path: Path) -> int:
     """The highest iteration whose step record is near the end of a log; -1 if there is none."""
     return max((event.iteration for event in tail(path) if isinstance(event, StepRecord)), default=-1)
+
+
+def find_done_step(path: Path) -> int:
+    """The steps of a run whose last start ended with all of them done, by its log; 0 for any other run."""
+    last = next((event for event in reversed(tail(path)) if isinstance(event, RunEnded | RunStarted)), None)
+    return last.step if isinstance(last, RunEnded) and last.exit_code == EXIT_DONE else 0
 
 
 def prepare_run(cfg: Config) -> rundir.RunDir:

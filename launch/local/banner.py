@@ -17,7 +17,7 @@ from harness.checkpoint.catalog import Health
 from harness.checkpoint.integrity import Damaged
 from harness.config import compose, conf_files
 from harness.config.data import DataKind
-from harness.config.errors import EXIT_DONE, ConfigError
+from harness.config.errors import ConfigError
 from harness.config.schema import Config
 from harness.config.sentinel import SentinelConfig
 from harness.core.batch_sizes import BatchSize, BatchSizes, TokenSchedule
@@ -25,7 +25,7 @@ from harness.core.events import Event, RunEnded, RunStarted, StepRecord
 from harness.core.rundir import RunDir, locate
 from harness.model.size import flops_per_token, num_parameters
 from harness.telemetry.console import clock
-from harness.telemetry.event_log import tail
+from harness.telemetry.event_log import find_done_step, tail
 from launch.local.thread_count import num_cores
 
 LABEL_WIDTH = 12
@@ -178,19 +178,13 @@ def last_step(log: list[Event]) -> int:
 
 def finished_line(cfg: Config) -> str:
     """One line for a run that has nothing left to do; empty for any other run."""
-    run = locate(cfg)
-    last = next((event for event in reversed(tail(run.events)) if isinstance(event, RunEnded | RunStarted)), None)
-    num_steps = cfg.train.num_steps
-    if (
-        not isinstance(last, RunEnded)
-        or last.exit_code != EXIT_DONE
-        or last.step < num_steps
-        or not has_loadable_checkpoint(run, last.step)
-    ):
+    run, num_steps = locate(cfg), cfg.train.num_steps
+    step = find_done_step(run.events)
+    if step < num_steps or not has_loadable_checkpoint(run, step):
         return ""
     done = f"all {num_steps:,} steps are done"
-    if last.step > num_steps:
-        done = f"{last.step:,} steps are done, more than train.num_steps={num_steps}"
+    if step > num_steps:
+        done = f"{step:,} steps are done, more than train.num_steps={num_steps}"
     return f"{run.path}: {done}; nothing to do. To train longer, add train.num_steps=N run.resume=changed"
 
 

@@ -99,6 +99,7 @@ def test_a_run_whose_machine_is_lost_resumes_from_the_store(
     code, output = train(tmp_path / "elsewhere", server, remote)
     assert code == 0, output
     assert f"downloading {url}/first/checkpoints/{catalog.name_of(8, 0)}" in output
+    assert "no checkpoint of step 12 can be loaded; the run continues from step 8" in output
 
     run = RunDir(tmp_path / "elsewhere" / "first")
     started = [event for event in event_json.read(run.events) if isinstance(event, RunStarted)]

@@ -17,7 +17,9 @@ from harness.control.inbox import interventions
 from harness.core import event_json, rundir
 from harness.core.events import CheckpointSaved, RunEnded, RunStarted, StepRecord
 from harness.core.locking import run_lease
-from harness.resume import open_run
+from harness.core.state import RunState
+from harness.data.corpus.corpus_record import DataRecord
+from harness.resume import explain_lost_end, open_run
 from harness.run_corpus import RunData
 from harness.telemetry.event_log import prepare_run
 from launch.k8s.pod import prepare_node
@@ -93,6 +95,26 @@ def test_a_log_that_cannot_be_written_rejects_a_start_before_its_config_is_accep
         log.chmod(0o644)
     assert run.config.read_bytes() == before
     assert not run.interventions.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "step", "line"),
+    [
+        (0, 2, ""),
+        (0, 1, "no checkpoint of step 2 can be loaded; the run continues from step 1$"),
+        (0, 0, "no checkpoint of step 2 can be loaded; the run starts over$"),
+        (75, 1, ""),
+    ],
+)
+def test_a_finished_run_that_trains_again_says_why(exit_code: int, step: int, line: str, tmp_path: Path) -> None:
+    cfg = cases.tiny("run.name=first", "train.num_steps=2", directory=str(tmp_path))
+    run = prepare_run(cfg)
+    ended = RunEnded(time=1.0, iteration=2, step=2, exit_code=exit_code, reason="all steps done")
+    rundir.append_line(run.events, event_json.to_json(ended))
+    with run_lease.holding():
+        opened = open_run(cfg, RunData(DataRecord(sizes=()), {}))
+    found = explain_lost_end(opened, RunState(step=step), num_steps=cfg.train.num_steps)
+    assert re.search(line, found) if line else not found
 
 
 @pytest.mark.full
