@@ -25,6 +25,7 @@ from harness.config.run import ResumePolicy
 from harness.config.schema import Config
 from harness.core import rundir
 from harness.core.batch_sizes import BatchSize, BatchSizes
+from harness.core.object_store import is_url
 from harness.core.rundir import RunDir
 from harness.data.corpus.corpora import EmbeddedCorpus
 from harness.data.corpus.corpus_record import (
@@ -159,6 +160,13 @@ def require_planned(data: RunData, cursor: int) -> None:
     kept = cursor if data.kept_batches is None else data.kept_batches
     message = f"the run resumes at batch {cursor}, but the order of the batches from {kept} on changes with this start"
     require(cursor <= kept, "run.resume", f"{message}, which found no checkpoint beyond; rerun the same command")
+
+
+def check_local_data(cfg: Config) -> None:
+    """Reject what `plan_data` rejects. For a launcher on a machine that has the corpus, before it prints or starts
+    anything. Data in an object store is left to the ranks, which retry if the store does not answer."""
+    if not any(is_url(path) for source in cfg.data.sources.values() for path in source.paths):
+        plan_data(cfg)
 
 
 def require_same_windows(cfg: Config, run: RunDir) -> None:

@@ -252,9 +252,11 @@ def launch_run(cfg: Config) -> int:
     message = f"{cfg.launch.nodes} nodes need {other}"
     require(cfg.launch.nodes == 1, "launch.nodes", message)
     with rank_thread_environment(cfg, count_expected_ranks(cfg)), loading():
+        from harness.run_corpus import check_local_data
         from launch.local import start, this_machine
 
         worker = select_worker(locate(cfg))
+    check_local_data(cfg)
     problems += this_machine.check_machine(cfg)
     print_warnings(problems)
     is_gpu = this_machine.measure_machine(cfg, nproc := this_machine.ranks_to_start(cfg)).is_gpu

@@ -18,7 +18,15 @@ from harness.core.batch_sizes import BatchSize
 from harness.data.corpus.corpus_record import DataRecord, read_record, render_record
 from harness.data.order.ledger import Ledger
 from harness.data.sources import RecordedData, open_data, read_recorded_data
-from harness.run_corpus import RunData, plan_data, recorded_data, require_planned, require_same_windows, with_probes
+from harness.run_corpus import (
+    RunData,
+    check_local_data,
+    plan_data,
+    recorded_data,
+    require_planned,
+    require_same_windows,
+    with_probes,
+)
 from harness.telemetry.event_log import prepare_run
 from tests.composed import load
 from tests.data.token_files import write_pair
@@ -79,6 +87,13 @@ def assert_refused(cfg: Config, line: str) -> None:
     with pytest.raises(ConfigError, match=f"^{line}") as caught:
         plan_data(cfg)
     assert "\n" not in str(caught.value)
+
+
+def test_a_launcher_leaves_data_in_a_store_to_the_ranks(shards: Path) -> None:
+    check_local_data(config(shards))
+    with pytest.raises(ConfigError, match=r"absent: no such file"):
+        check_local_data(config(shards, f"data.sources.main.paths=[{shards}/absent]"))
+    check_local_data(config(shards, f"data.sources.main.paths=[{shards}/b.bin,file://{shards}/absent]"))
 
 
 def test_the_first_start_records_files_and_batch_size(shards: Path) -> None:

@@ -111,6 +111,10 @@ def test_a_usage_error_is_one_line_and_exits_2(tmp_path: Path) -> None:
             ["train", "train.batch_size=1", "launch.nproc=2"],
             "harness: train.batch_size: must be at least the number of ranks",
         ),
+        (
+            ["train", "data=files", "data.sources.main.paths=[absent]", "parallel.device=cpu"],
+            "harness: data.sources.main.paths: absent: no such file",
+        ),
     ],
 )
 def test_usage_errors_are_one_line(
