@@ -27,6 +27,7 @@ from harness.config.sentinel import AllowedActions
 from harness.core.rundir import RunDir, config_digest
 from harness.data.batches import Batches
 from harness.data.corpus.corpus_record import DataRecord
+from harness.data.corpus.remote_cache import stopping_by
 from harness.data.order.ledger import Ledger
 from harness.data.sources import RecordedData, describe_eod_token, make_rare_index, open_data
 from harness.distributed.activation_offload import ActivationOffload
@@ -140,7 +141,8 @@ def build(
 
     entries = run_on_rank_zero(lambda: Ledger.load(run.ledger, writer=False).entries)
     ledger = Ledger.of(entries, path=run.ledger if world.is_first else None)
-    batches, held_out = open_data_on_all_ranks(cfg, world, run, ledger, record)
+    with stopping_by(is_stopping):
+        batches, held_out = open_data_on_all_ranks(cfg, world, run, ledger, record)
     parameters = dict(model.named_parameters())
     layout = signal_layout(cfg, world, parameters, sources=batches.source_names)
     fp8_layers.materialize(world.device, layout.groups)

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from harness.checkpoint import catalog
+from harness.checkpoint.io_retry import StopCheck
 from harness.config import compose
 from harness.config.command_line import shell_command
 from harness.config.conf_files import read_tree
@@ -42,7 +43,7 @@ from harness.data.corpus.corpus_record import (
 )
 from harness.data.corpus.file_probe import list_files, probe
 from harness.data.corpus.host_agreement import KeyedFile, agree_on_files
-from harness.data.corpus.remote_cache import use_cache
+from harness.data.corpus.remote_cache import stopping_by, use_cache
 from harness.data.order.ledger import Ledger
 from harness.data.order.mixture import Change
 from harness.data.sources import configured_sizes, open_sources, source_seed, train_recipe
@@ -88,9 +89,18 @@ class Progress(NamedTuple):
         return max(self.consumed, self.excluded)
 
 
-def resolve_run_data(cfg: Config, *, world: World) -> RunData:
-    """Decide which data this start reads; every rank gets the same answer or the same error."""
+def resolve_run_data(cfg: Config, *, world: World, is_stopping: StopCheck = lambda: False) -> RunData:
+    """Decide which data this start reads; every rank gets the same answer or the same error.
+
+    `is_stopping` is about this rank alone: if it waits for an object store then, it fails, and all ranks with it.
+    """
     use_cache(cfg.data.remote)
+    with stopping_by(is_stopping):
+        return agree_on_data(cfg, world=world)
+
+
+def agree_on_data(cfg: Config, *, world: World) -> RunData:
+    """Decide on rank 0 which data this start reads, and compare the files of all hosts. Collective."""
 
     def plan() -> RunData:
         planned = plan_data(cfg)

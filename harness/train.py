@@ -346,7 +346,7 @@ def run_worker(cfg: Config, wrap: RunWrapper = unwrapped) -> int:
         run_on_rank_zero(lambda: clear_old_stop_file(cfg))
         run_on_all_ranks(lambda: require_engine(cfg.precision, world.device))
         restore_remote_run(cfg, is_stopping=lambda: bool(stop))
-        data = resolve_run_data(cfg, world=world)
+        data = resolve_run_data(cfg, world=world, is_stopping=lambda: bool(stop))
         opened = run_on_rank_zero(lambda: open_run(cfg, data))
         if opened.problem:
             raise ConfigError("", opened.problem)

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from harness.build import build
 from harness.checkpoint.store import STATE_FILE
 from harness.config.data import DataKind, PhaseConfig, SourceConfig
-from harness.config.errors import ConfigError
+from harness.config.errors import ConfigError, StorageError
 from harness.config.schema import Config
+from harness.control.stop_requests import StopRequest, signals_to
 from harness.core import rundir
 from harness.core.batch_sizes import BatchSize
+from harness.data.corpus import remote_cache
 from harness.data.corpus.corpus_record import DataRecord, read_record, render_record
 from harness.data.order.ledger import Ledger
 from harness.data.sources import RecordedData, open_data, read_recorded_data
+from harness.distributed.world import connected
 from harness.run_corpus import (
     RunData,
     check_local_data,
@@ -25,6 +34,7 @@ from harness.run_corpus import (
     recorded_data,
     require_planned,
     require_same_windows,
+    resolve_run_data,
     with_probes,
 )
 from harness.telemetry.event_log import prepare_run
@@ -441,3 +451,31 @@ def test_sources_keep_their_sequence(shards: Path) -> None:
     line = r"data\.sources: must be in the sequence of this run, b, c, d, got d, c, b"
     assert_refused(backward, line)
     assert_refused(mixture(shards, "run.resume=same", d=5, c=1, b=1), line)
+
+
+def test_a_stop_request_ends_a_start_that_waits_for_its_data(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Where the data is listed, and where it is opened."""
+    with socket.socket() as refusing:
+        refusing.bind(("127.0.0.1", 0))
+        url = f"ftp://127.0.0.1:{refusing.getsockname()[1]}/corpus.bin"
+        data = ["data=files", f"data.sources.main.paths=[{url}]", "data.remote.retry_s=60"]
+        cfg = load([f"run.dir={tmp_path}", "run.name=a", "parallel.device=cpu", "model.num_layers=1", *data])
+        stop, begun_s = StopRequest(), time.monotonic()
+        with signals_to(stop), connected(cfg.parallel) as world:
+
+            def ask() -> None:
+                while "trying again in" not in capfd.readouterr().err:
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGTERM)
+
+            asking = threading.Thread(target=ask)
+            asking.start()
+            with pytest.raises(StorageError, match="the store does not answer") as caught:
+                resolve_run_data(cfg, world=world, is_stopping=lambda: bool(stop))
+            assert caught.value.is_shared
+            asking.join()
+            assert "trying again" not in capfd.readouterr().err
+            with pytest.raises(StorageError, match="the store does not answer"):
+                build(cfg, world, rundir.locate(cfg), is_stopping=lambda: bool(stop))
+        assert time.monotonic() - begun_s < 50
+        assert not remote_cache.stop_requested(), "training waits for `data.remote.retry_s`"

@@ -26,6 +26,8 @@ from harness.core.stderr_lines import print_warning
 T = TypeVar("T")
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+LOOK_EVERY_S = 1.0
+"""Seconds between two looks for a stop request during a pause."""
 GCS = ("gs://", "gcs://")
 READ_BYTES = 2**24
 """Bytes of one request when an object is read from its beginning to its end."""
@@ -74,12 +76,14 @@ class AccessDenied(ConfigError):  # noqa: N818 -- names the state of the store
 class ObjectStore:
     """All objects below one URL, by their path relative to it; safe to use from several threads."""
 
-    def __init__(self, url: str, *, key: str, retry_s: float) -> None:
-        """`key` is the config key of the URL, for messages. Failed requests are repeated for `retry_s` seconds."""
+    def __init__(self, url: str, *, key: str, retry_s: float, is_stopping: Callable[[], bool] = lambda: False) -> None:
+        """`key` is the config key of the URL, for messages. Failed requests are repeated for `retry_s` seconds, or
+        until `is_stopping` returns true; any thread calls it."""
         require_url(url, key)
         self.url = url.rstrip("/")
         self._key = key
         self._retry_s = retry_s
+        self._is_stopping = is_stopping
         self._is_closed = Event()
         self._opening = Lock()
         self._opened: tuple[Any, str] | None = None
@@ -215,8 +219,8 @@ class ObjectStore:
         return f"{self._root}/{path}" if path else self._root
 
     def _repeat(self, attempt: Callable[[], T], path: str) -> T:
-        """The result of the first attempt that succeeds within the time, and before `close`; `StorageError` if none
-        does."""
+        """The result of the first attempt that succeeds within the time, and before `close` or a stop request;
+        `StorageError` if none does."""
         name, until, pause_s = join_url(self.url, path), time.monotonic() + self._retry_s, FIRST_PAUSE_S
         while True:
             try:
@@ -230,13 +234,23 @@ class ObjectStore:
                     raise AccessDenied(self._key, f"{name}: {_one_line(error)}") from None
                 failure = StorageError(errno.EIO, f"the store does not answer: {_one_line(error)}", name)
                 left_s = until - time.monotonic()
-                if left_s <= 0 or self._is_closed.is_set():
+                if left_s <= 0 or self._is_ended_within(0):
                     raise failure from None
                 pause_s = min(pause_s, left_s)
                 print_warning(f"{name}: {_one_line(error)}; trying again in {pause_s:.1f} s")
-            if self._is_closed.wait(pause_s):
+            if self._is_ended_within(pause_s):
                 raise failure
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _is_ended_within(self, pause_s: float) -> bool:
+        """Wait for so many seconds, or until `close` or a stop request; whether one of them has come."""
+        until = time.monotonic() + pause_s
+        while not (is_ended := self._is_closed.is_set() or self._is_stopping()):
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                break
+            self._is_closed.wait(min(LOOK_EVERY_S, left_s))
+        return is_ended
 
 
 def _stop_own_repeats(system: Any) -> None:

@@ -30,6 +30,7 @@ from typing import final
 from harness.config.data import RemoteDataConfig
 from harness.config.errors import ConfigError, StorageError, require
 from harness.core.object_store import ObjectStore, StoredObject, is_url
+from harness.core.processes import never
 from harness.data.corpus import cache_blocks
 from harness.data.corpus.cache_blocks import DIGEST_BYTES, NO_DIGEST, REPLACED
 from harness.data.corpus.cache_eviction import CacheEviction
@@ -324,7 +325,7 @@ class RemoteCache:
 
     def _store(self, bucket: str, key: str) -> ObjectStore:
         if bucket not in self._stores:
-            self._stores[bucket] = ObjectStore(bucket, key=key, retry_s=self._cfg.retry_s)
+            self._stores[bucket] = ObjectStore(bucket, key=key, retry_s=self._cfg.retry_s, is_stopping=stop_requested)
         return self._stores[bucket]
 
     def _list(self, store: ObjectStore, name: str, key: str, *, wanted: Sequence[set[str]]) -> dict[str, StoredObject]:
@@ -347,6 +348,24 @@ class RemoteCache:
 _cache: RemoteCache | None = None
 _settings = RemoteDataConfig()
 _pool: ThreadPoolExecutor | None = None
+_is_stopping: Callable[[], bool] = never
+
+
+@contextmanager
+def stopping_by(is_stopping: Callable[[], bool]) -> Iterator[None]:
+    """Context in which a stop request of this process ends its waits for a store: a request that fails is not repeated.
+    Only a start uses it. A run that trains needs its next batch to save and stop."""
+    global _is_stopping
+    before, _is_stopping = _is_stopping, is_stopping
+    try:
+        yield
+    finally:
+        _is_stopping = before
+
+
+def stop_requested() -> bool:
+    """Whether this process waits for no store any more, because it was asked to stop."""
+    return _is_stopping()
 
 
 def use_cache(cfg: RemoteDataConfig) -> None:
