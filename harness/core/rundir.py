@@ -2,7 +2,7 @@
 
     runs/<name>/  config.yaml  corpus.json  manifest.json  events.jsonl  ledger.jsonl  interventions.jsonl  mlflow.json
                   checkpoints/step-*-gen-*/   incidents/NNN/   control/   lease/   logs/   loss.png   STOP
-                  start.json
+                  start.json  imported.json
 
 The directory is the only interface between a run and the tools that read it. Training into an existing directory
 resumes it. If its configuration differs, the start is rejected with a list of the differing keys, unless
@@ -114,6 +114,11 @@ class RunDir:
     @property
     def mlflow(self) -> Path:
         return self.path / "mlflow.json"
+
+    @property
+    def imported(self) -> Path:
+        """The model that imported weights belong to; other runs have none."""
+        return self.path / "imported.json"
 
     @property
     def checkpoints(self) -> Path:
@@ -247,6 +252,39 @@ def differences(cfg: Config, run: RunDir) -> dict[str, tuple[Any, Any]]:
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 
+def model_differences(cfg: Config, run: RunDir) -> dict[str, tuple[Any, Any]]:
+    """Keys in which the model differs from that of the weights on disk: key -> (old, new); empty if there are none.
+
+    Weights that were imported into a run that has not begun have a record of their model, unless an earlier version
+    imported them.
+    """
+    if has_begun(run):
+        changes = differences(cfg, run)
+    else:
+        new = flat(plain(cfg))
+        changes = {key: (old, new.get(key)) for key, old in read_imported_model(run).items() if old != new.get(key)}
+    found = {key: changes[key] for key in (*FIXED_BY_WEIGHTS, *CHANGED_MODEL) if key in changes}
+    return found if found and has_checkpoint(run) else {}
+
+
+def record_imported_model(cfg: Config, run: RunDir) -> None:
+    """Record the model that imported weights belong to, before they are written."""
+    values = flat(plain(cfg))
+    write_atomically(run.imported, json.dumps({key: values[key] for key in (*FIXED_BY_WEIGHTS, *CHANGED_MODEL)}))
+
+
+def read_imported_model(run: RunDir) -> dict[str, Any]:
+    """Config key -> value of the model that imported weights belong to; empty if there is no record."""
+    try:
+        return dict(json.loads(run.imported.read_text(encoding="utf-8")))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise run_lease.io_error(run.imported, "cannot read", error) from None
+    except (ValueError, TypeError) as error:
+        raise ConfigError(str(run.imported), f"cannot be read: {error}; import the weights again") from None
+
+
 def config_digest(cfg: Config) -> str:
     """Digest of the keys that may not change at a resume."""
     kept = {key: value for key, value in flat(plain(cfg)).items() if not key.startswith(MAY_DIFFER)}
@@ -269,10 +307,10 @@ def read_start(run: RunDir) -> str:
 def check_resume(cfg: Config, run: RunDir) -> None:
     """Reject a resume with another configuration, unless `run.resume=changed`. A model that the weights of the run do
     not belong to is always rejected."""
-    changes = differences(cfg, run)
+    changes, other_model = differences(cfg, run), model_differences(cfg, run)
     for key in FIXED_BY_WEIGHTS:
-        if key in changes and has_checkpoint(run):
-            old, new = changes[key]
+        if key in other_model:
+            old, new = other_model[key]
             message = f"must stay {old} in this run, got {new}: its weights were trained with {old}"
             raise ConfigError(key, f"{message}; keep it, or choose another run.name")
     if changes and cfg.run.resume is not ResumePolicy.changed:
@@ -304,9 +342,10 @@ def create_run_dir(cfg: Config, run: RunDir) -> dict[str, Any]:
     except OSError as error:
         raise run_lease.io_error(run.path, "cannot create", error) from None
     changes = {key: list(values) for key, values in differences(cfg, run).items()}
+    other_model = model_differences(cfg, run)
     for key in CHANGED_MODEL:
-        if key in changes and has_checkpoint(run):
-            old, new = changes[key]
+        if key in other_model:
+            old, new = other_model[key]
             print_warning(f"{key} was {old}, is {new}: the weights were trained with {old}")
     return changes
 

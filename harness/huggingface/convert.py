@@ -39,7 +39,7 @@ from harness.config.precision import PrecisionKind
 from harness.config.schema import Config
 from harness.core.locking import run_lease
 from harness.core.locking.lease_holder import DEFAULT_LEASE_S
-from harness.core.rundir import RunDir, has_begun, write_atomically
+from harness.core.rundir import RunDir, has_begun, record_imported_model, write_atomically
 from harness.core.state import RunState
 from harness.data.corpus.remote_cache import use_cache
 from harness.data.corpus.token_files import expand
@@ -231,6 +231,7 @@ def import_model(source: Path, run: RunDir) -> tuple[Path, dict[str, Any]]:
     with run_lease.holding():
         run_lease.hold(run.path, DEFAULT_LEASE_S)
         require_new(run)  # again: a run may have begun while the weights were read
+        record_imported_model(replace(default, model=cfg), run)
         world = connect(default.parallel)
         try:
             written = saver.write(run.checkpoints, initial_tensors(weights), RunState(), world=world, rollback={})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from harness.config.schema import Config
 from harness.core.event_json import to_json
 from harness.core.events import RunStarted
 from harness.core.locking.directory_lease import SeenLease, read_newest
-from harness.core.rundir import RunDir, append_line
+from harness.core.rundir import RunDir, append_line, check_resume
 from harness.core.state import RunState
 from harness.data.prepare.prepare import prepare_corpus
 from harness.data.prepare.prepared_files import Options
@@ -414,6 +415,33 @@ def test_a_run_that_begins_while_the_weights_are_read_is_not_imported_into(
     with pytest.raises(ConfigError, match=r"new: has already trained; import into a new run$"):
         convert.import_model(exported, run)
     assert not run.checkpoints.exists()
+
+
+def test_imported_weights_are_not_loaded_into_another_model(
+    tmp_path: Path, exported: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All shapes stay the same."""
+    run = RunDir(tmp_path / "new")
+    start = [*SMALL, f"run.dir={tmp_path}", "run.name=new"]
+    _, options = convert.import_model(exported, run)
+    problems = {
+        ("model.num_heads=2", "model.num_kv_heads=1"): "model.num_heads: must stay 4 in this run, got 2",
+        ("model.norm=layer",): "model.norm: must stay rms in this run, got layer",
+        ("model.mup_base_width=16",): "model.mup_base_width: must stay None in this run, got 16",
+    }
+    for overrides, problem in problems.items():
+        with pytest.raises(ConfigError, match=f"^{re.escape(problem)}: its weights were trained with"):
+            check_resume(loaded(*start, *overrides), run)
+    check_resume(loaded(*start), run)
+    prepare_run(loaded(*start, "model.rope_theta=500000"))
+    trained = options["rope_theta"]
+    warning = f"warning: model.rope_theta was {trained}, is 500000.0: the weights were trained with {trained}\n"
+    assert capsys.readouterr().err == warning
+    run.imported.write_text("{")
+    with pytest.raises(ConfigError, match=r"imported\.json: cannot be read: "):
+        check_resume(loaded(*start), run)
+    run.imported.unlink()
+    check_resume(loaded(*start, "model.norm=layer"), run)  # an earlier version imported it
 
 
 def drop(weights: dict[str, Tensor]) -> None:
