@@ -52,6 +52,20 @@ def join_url(url: str, *names: str) -> str:
     return "/".join([url.rstrip("/"), *names])
 
 
+def canonical_name(url: str) -> str:
+    """The same text for every spelling of an object's URL that fsspec can open, as with `s3a://` and `s3://`; the path
+    of a file of this machine, as with `file://`."""
+    import fsspec
+
+    system = fsspec.get_filesystem_class(url.partition("://")[0])
+    protocol = system.protocol if isinstance(system.protocol, str) else system.protocol[0]
+    path = str(system._strip_protocol(url))
+    if protocol in ("file", "local"):
+        return path
+    place = ",".join(f"{name}={value}" for name, value in sorted(system._get_kwargs_from_urls(url).items()))
+    return f"{protocol}://{place}/{path}"
+
+
 def require_url(url: str, key: str) -> None:
     """Reject a URL that the installed packages cannot open; the message says what to install."""
     install = f"pip install 'pretraining-harness[{'gcs' if url.startswith(GCS) else 'remote'}]'"

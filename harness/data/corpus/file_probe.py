@@ -1,6 +1,6 @@
 """Identifies a corpus file by its size and a hash of a few blocks; cheap for a file of any size.
 
-How: `list_files` needs one `stat` per file. `probe` reads 4 blocks of a data file (the first, the last, and two at
+How: `list_files` needs a few `stat`s per file. `probe` reads 4 blocks of a data file (the first, the last, and two at
 positions derived from its size) and 2 of its index. It detects a file that was rewritten, truncated or replaced. It
 does not detect a change of a few tokens in the middle of a large file.
 """
@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from harness.config.data import DataKind, SourceConfig
 from harness.config.errors import ConfigError, require
+from harness.core.object_store import canonical_name, is_url
 from harness.data.corpus.remote_cache import cached_file, local_path, recorded_path
 from harness.data.corpus.token_files import expand
 
@@ -48,14 +49,33 @@ def require_distinct(expanded: Mapping[str, Sequence[Path]]) -> None:
 
     The held-out windows are the tail of a source, so the second copy would be trained on.
     """
-    owners: dict[Path, tuple[str, Path]] = {}
-    files = {name: [path.resolve() for path in paths] for name, paths in expanded.items()}
+    owners: dict[str, tuple[str, Path]] = {}
+    first_names: dict[tuple[int, ...], str] = {}
+    files = {name: [_identify(path, first_names) for path in paths] for name, paths in expanded.items()}
     for name, paths in expanded.items():
         for path, file in zip(paths, files[name], strict=True):
             other, twin = owners.setdefault(file, (name, path))
             message = f"{recorded_path(path)} and {recorded_path(twin)} of source {other} are the same file"
             is_twice = twin != path if other == name else files[other] != files[name]
             require(not is_twice, _key(name), f"{message}: what is held out would be trained on; name it once")
+
+
+def _identify(path: Path, first_names: dict[tuple[int, ...], str]) -> str:
+    """A text that is equal for all names of one file or object; of hard links it names the first that was asked for.
+
+    Size and time are compared too, because a file system in user space may number its files anew or all with 0.
+    """
+    cached = cached_file(path)
+    name = str(path) if cached is None else canonical_name(cached.url)
+    if is_url(name):
+        return name
+    real = os.path.realpath(name)
+    try:
+        status = Path(real).stat()
+    except OSError:
+        return real  # reported where its sizes are read
+    key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    return first_names.setdefault(key, real) if status.st_ino else real
 
 
 def _key(source: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,8 @@ import pytest
 from harness.config.data import DataKind, SourceConfig
 from harness.config.errors import ConfigError
 from harness.data.corpus.file_probe import BLOCK_BYTES, READS_PER_FILE, list_files, positions, probe, stat_file
+from harness.data.corpus.remote_cache import use_cache
+from tests import composed
 from tests.data.token_files import KEY, write_pair
 
 
@@ -81,12 +85,22 @@ def files_of(**paths: list[str]) -> dict[str, SourceConfig]:
 def test_a_file_under_two_names_is_refused(pair: Path, tmp_path: Path) -> None:
     """Its last windows are held out under one name and trained on under the other."""
     (tmp_path / "latest.bin").symlink_to(pair)
-    spelled = f"{tmp_path}/../{tmp_path.name}/a.bin"
+    (tmp_path / "hard").mkdir()
+    (tmp_path / "hard" / "b.bin").hardlink_to(pair)
+    use_cache(replace(composed.load([]).data.remote, cache_dir=str(tmp_path / "cache")))
+    others = [f"{tmp_path}/../{tmp_path.name}/a.bin", str(tmp_path / "hard" / "b.bin")]
+    urls = [f"file://{pair}", f"local://{tmp_path}/hard/../a.bin"]
     line = r"^data\.sources\.main\.paths: .* and .* of source main are the same file"
-    for paths in ([str(tmp_path / "*.bin")], [str(pair), spelled]):
+    for paths in ([str(tmp_path / "*.bin")], *([str(pair), other] for other in others + urls), urls):
         with pytest.raises(ConfigError, match=line):
             list_files(files_of(main=paths))
     assert len(list_files(files_of(main=[str(pair), str(tmp_path / "a")]))["main"]) == 1
+
+
+def test_files_of_one_content_are_two_files(pair: Path, tmp_path: Path) -> None:
+    other = tmp_path / "b.bin"
+    shutil.copy2(pair, other)  # with its size and its time
+    assert len(list_files(files_of(main=[str(pair), str(other)]))["main"]) == 2
 
 
 def test_sources_share_all_their_files_or_none(pair: Path, tmp_path: Path) -> None:

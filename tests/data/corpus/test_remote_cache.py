@@ -74,6 +74,9 @@ def test_a_corpus_equals_the_local_one_and_only_the_blocks_it_needs_are_fetched(
     source = SourceConfig(kind=DataKind.files, paths=[server.url("corpus/*.bin")])
     (files,) = list_files({"main": source}).values()
     assert files[0][:2] == (server.url(PATH), 2 * NUM_TOKENS)
+    spelled = server.url(PATH).replace("s3://", "s3a://").replace("gs://", "gcs://")
+    with pytest.raises(ConfigError, match="are the same file"):
+        list_files({"main": source, "more": SourceConfig(kind=DataKind.files, paths=[spelled])})
     corpus = build_corpus(
         "main",
         source,
