@@ -22,6 +22,7 @@ from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, requi
 from harness.config.launch import LaunchKind
 from harness.config.schema import Config
 from harness.core.events import RunStarted
+from harness.core.locking.run_lease import io_error
 from harness.core.rundir import RunDir, write_atomically
 from harness.drills import campaign as campaigns
 from harness.drills import directories
@@ -158,7 +159,7 @@ def clear_rounds(root: Path, *, keep_rounds: bool) -> None:
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError("run.dir", f"cannot create {root}: {error.strerror}") from None
+        raise io_error(root, "cannot create", error) from None
     if not keep_rounds:
         for path in root.glob("round-*"):
             shutil.rmtree(path, ignore_errors=True)

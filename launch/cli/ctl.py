@@ -43,6 +43,7 @@ from launch.cli.ctl_arguments import (
     parse_reason,
     parser_of_command,
 )
+from launch.cli.write_error import write_error
 
 POLL_S = 0.2
 NUM_LISTED = 10
@@ -93,7 +94,7 @@ def send_command(run: RunDir, name: str, args: Namespace) -> int:
     try:
         command = inbox.send(run, order, who=user_name(), reason=reason)
     except OSError as error:
-        raise ConfigError(str(run.control), f"cannot be written: {error.strerror}") from None
+        raise write_error(run.control, error) from None
     print(f"asked {run.path} to {in_words(order)}", flush=True)
     return (
         wait_or_interrupt(run, in_words(order), lambda: wait_for_answer(run, command, log_bytes))
@@ -123,7 +124,7 @@ def send_stop(run: RunDir, args: Namespace) -> int:
     try:
         stop_requests.ask(run, who=user_name(), reason=reason)
     except OSError as error:
-        raise ConfigError(str(run.stop), f"cannot be written: {error.strerror}") from None
+        raise write_error(run.stop, error) from None
     print(f"asked {run.path} to stop", flush=True)
     return wait_or_interrupt(run, "stop", lambda: wait_for_end(run, log_bytes)) if args.wait else EXIT_DONE
 

@@ -14,6 +14,7 @@ from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, requi
 from harness.core.rundir import RunDir, write_atomically
 from launch.cli.parser import CommandParser
 from launch.cli.remote_runs import require_local, run_dir_of
+from launch.cli.write_error import write_error
 
 if TYPE_CHECKING:
     from harness.analysis.dashboard.story import Story
@@ -106,7 +107,7 @@ def write_text(out: Path, text: str) -> None:
     try:
         write_atomically(out, text)
     except OSError as error:
-        raise ConfigError(str(out), f"cannot be written: {error.strerror}") from None
+        raise write_error(out, error) from None
 
 
 def serve(run: RunDir, *, host: str, port: int) -> None:

@@ -24,6 +24,7 @@ from harness.data.prepare.prepared_files import Options
 from harness.data.prepare.streamed import StreamedDataset, describe_dataset
 from harness.data.prepare.tokenizer import EOD_TOKEN, end_token_of, find_tokenizer_file
 from launch.cli.parser import CommandParser
+from launch.cli.write_error import write_error
 
 HELP = """\
 usage: harness data COMMAND [ARGUMENTS]
@@ -118,8 +119,10 @@ def prepare_command(arguments: Sequence[str]) -> int:
         message = "a worker was killed, perhaps out of memory; rerun the same command to continue, with fewer --workers"
         print(f"harness: {message} or smaller --shard-bytes", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except StorageError:
+        raise
     except OSError as error:
-        raise ConfigError(str(error.filename or output), error.strerror or str(error)) from None
+        raise write_error(Path(error.filename or output), error) from None
     timing = meta["timing"]
     facts = {"speed": f"{timing['tokens_per_s']:,.0f} tokens/s, {timing['seconds']:.1f} s", "output": str(output)}
     facts["next"] = next_command(output, meta["vocab_size"])

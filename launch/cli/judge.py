@@ -31,6 +31,7 @@ from harness.core.events import Action, ActionKind, Event, Finding, Outcome, Ste
 from harness.sentinel.detect.detectors import Detectors
 from harness.sentinel.policy.policy import Policy
 from launch.cli.parser import CommandParser
+from launch.cli.write_error import write_error
 
 DESCRIPTION = f"""\
 Run the detectors and the policy over a log: CSV or JSON lines with step, loss and any of
@@ -69,7 +70,7 @@ def write_plot(trace: Trace, incidents: Sequence[IncidentGroup], out: Path, *, t
     try:
         draw(trace, incidents, out, title=title)
     except OSError as error:
-        raise ConfigError("--plot", f"{out} cannot be written: {error.strerror}") from None
+        raise write_error(out, error, key="--plot") from None
 
 
 def find_incidents(log: Iterable[Event], detectors: Detectors, policy: Policy, trace: Trace) -> list[IncidentGroup]:

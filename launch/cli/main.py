@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from harness.config.errors import EXIT_BAD_CONFIG, EXIT_CRASHED, EXIT_DONE, EXIT_INTERRUPTED
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_CRASHED, EXIT_DONE, EXIT_INTERRUPTED, StorageError
 from harness.core.safe_stream import safe_output
 
 SUMMARIES = {
@@ -126,7 +126,8 @@ def run_subcommand(command: str, arguments: Sequence[str]) -> int:
         return EXIT_INTERRUPTED
     except OSError as error:
         print(f"harness: {describe_os_error(command, error)}", file=sys.stderr)
-        return exit_code_of(error) if command == "train" else EXIT_BAD_CONFIG
+        code = exit_code_of(error)
+        return code if command == "train" or code == EXIT_INTERRUPTED else EXIT_BAD_CONFIG
 
 
 def describe_os_error(command: str, error: OSError) -> str:
@@ -134,6 +135,8 @@ def describe_os_error(command: str, error: OSError) -> str:
     from pathlib import Path
     from traceback import extract_tb
 
+    if isinstance(error, StorageError):
+        return str(error)
     if error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     *_, place = extract_tb(error.__traceback__)
@@ -142,10 +145,11 @@ def describe_os_error(command: str, error: OSError) -> str:
 
 
 def exit_code_of(error: OSError) -> int:
-    """Exit code of a start: 75 if the same command may succeed later, 2 for a file that cannot be used, else 1."""
+    """Exit code of a start: 75 if the same command may succeed later, 2 for a file that cannot be used, else 1. Every
+    other command has 2 instead of 1."""
     from harness.core.locking.run_lease import STORAGE_ERRORS
 
-    if error.errno in STORAGE_ERRORS:
+    if isinstance(error, StorageError) or error.errno in STORAGE_ERRORS:
         return EXIT_INTERRUPTED
     return EXIT_CRASHED if error.filename is None else EXIT_BAD_CONFIG
 

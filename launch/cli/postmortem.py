@@ -14,11 +14,12 @@ from pathlib import Path
 from harness.analysis.postmortem.endings import find_ending
 from harness.analysis.postmortem.gather import find_incident, folder_of, incidents, remarks
 from harness.analysis.postmortem.write import MARKDOWN, write_folder
-from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, require
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError, require
 from harness.core.events import Incident
 from harness.telemetry.event_log import read_non_step_events
 from launch.cli.parser import CommandParser
 from launch.cli.remote_runs import run_dir_of
+from launch.cli.write_error import write_error
 
 DESCRIPTION = """\
 Write RUN/incidents/NNN/ (evidence.json, postmortem.md, postmortem.html, plots) and print the post-mortem. Without
@@ -47,8 +48,9 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         if error.filename is None or not Path(error.filename).is_relative_to(run.incidents):
             raise
-        print(f"harness: {error.filename}: cannot be written: {error.strerror}", file=sys.stderr)
-        return EXIT_BAD_CONFIG
+        failure = write_error(Path(error.filename), error)
+        print(f"harness: {failure}", file=sys.stderr)
+        return EXIT_INTERRUPTED if isinstance(failure, StorageError) else EXIT_BAD_CONFIG
     if len(folders) == 1:
         print((folders[0] / MARKDOWN).read_text(encoding="utf-8"), end="")
     else:

@@ -21,6 +21,7 @@ from harness.analysis.sweeps.sweep_text import as_json, render_markdown, render_
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, require
 from harness.core.rundir import write_atomically
 from launch.cli.parser import CommandParser
+from launch.cli.write_error import write_error
 
 HELP = """\
 usage: harness sweep report DIR [--json] [--output FILE]
@@ -65,7 +66,7 @@ def report_command(arguments: Sequence[str]) -> int:
         html = page.with_suffix(".html")
         write_atomically(html, render_html(markdown, page.parent, title=f"Sweep {sweep.name}"))
     except OSError as error:
-        raise ConfigError(str(page), f"cannot be written: {error.strerror}") from None
+        raise write_error(page, error) from None
     print(render_text(sweep, ranking, best=best))
     print(f"report  {page}\npage    {html}")
     if args.json:

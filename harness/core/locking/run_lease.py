@@ -196,11 +196,11 @@ def release_stale_lease(directory: Path, stale: SeenLease) -> None:
         os.close(descriptor)
 
 
-def io_error(path: Path, problem: str, error: OSError) -> Exception:
-    """The exception for an I/O error: StorageError if the storage failed, ConfigError if the path is wrong."""
+def io_error(path: Path, problem: str, error: OSError, *, key: str = "run.dir") -> Exception:
+    """The exception for an I/O error: StorageError if the storage failed, ConfigError if the path of `key` is wrong."""
     if error.errno in STORAGE_ERRORS:
         return StorageError(error.errno, f"{problem} it: {error.strerror}", str(path))
-    return ConfigError("run.dir", f"{problem} {path}: {error.strerror}")
+    return ConfigError(key, f"{problem} {path}: {error.strerror}")
 
 
 @contextmanager

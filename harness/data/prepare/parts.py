@@ -81,21 +81,25 @@ def has_part(path: Path, key: str) -> bool:
 
 def write_part(path: Path, part: CorpusPart, key: str) -> None:
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with scratch.open("wb") as file:
-        np.savez(
-            file,
-            key=np.array(key),
-            tokens=part.tokens,
-            lengths=part.lengths,
-            hashes=part.hashes,
-            origins=part.origins,
-            num_empty=np.array(part.num_empty),
-            num_read=np.array(part.num_read),
-            dropped=part.dropped,
-        )
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)
+    try:
+        with scratch.open("wb") as file:
+            np.savez(
+                file,
+                key=np.array(key),
+                tokens=part.tokens,
+                lengths=part.lengths,
+                hashes=part.hashes,
+                origins=part.origins,
+                num_empty=np.array(part.num_empty),
+                num_read=np.array(part.num_read),
+                dropped=part.dropped,
+            )
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except OSError:  # a full disk: what is there would take room from the next attempt
+        scratch.unlink(missing_ok=True)
+        raise
 
 
 def read_part(path: Path) -> CorpusPart:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, final
 
 from harness.config.errors import ConfigError, require
+from harness.core.locking.run_lease import io_error
 from harness.core.rundir import write_atomically
 from harness.data.prepare.document_filter import DocumentFilter
 from harness.data.prepare.parts import part_paths
@@ -188,7 +189,7 @@ class CorpusFiles:
         try:
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError("--output", f"cannot create {self.prefix.parent}: {error.strerror}") from None
+            raise io_error(self.prefix.parent, "cannot create", error, key="--output") from None
         path = self.prefix.with_name(f".{self.prefix.name}.lock")
         with path.open("w") as file:
             try:

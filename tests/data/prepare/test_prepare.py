@@ -33,6 +33,7 @@ from harness.data.prepare.parts import has_part, part_path, part_paths, read_par
 from harness.data.prepare.prepare import TokenizeJob, make_part, prepare_corpus, start_tokenizing
 from harness.data.prepare.prepared_files import CorpusFiles, Options
 from harness.data.prepare.tokenizer import EOD_TOKEN, open_tokenizer, train_bpe
+from tests.full_disk import may_mount, small_disk
 
 ROOT = Path(__file__).parents[3]
 TEXTS = ["Hello, world.\n", "", "naïve façade — 東京 🚀", "x" * 300, "Hello, world.\n", f"not the end {EOD_TOKEN} yet"]
@@ -320,6 +321,17 @@ def test_a_document_that_no_index_can_hold_is_named_by_file_and_line(
     message = "has 11 tokens; an index holds documents of at most 10, so split it"
     assert make_part(shard, tokenize_job(tmp_path / "out", source), "key") == f"{source}, line 3: {message}"
     assert not part_paths(tmp_path / "out")
+
+
+@pytest.mark.skipif(not may_mount(), reason="needs the right to mount")
+def test_a_part_that_finds_no_room_leaves_nothing(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", ["many " * 20_000])
+    (shard,) = Reader([source], text_key="text").shards(1000)
+    with small_disk(tmp_path / "disk", num_bytes=1 << 16) as disk:
+        job = tokenize_job(disk / "out", source)
+        with pytest.raises(OSError, match="No space left"):
+            make_part(shard, job, "key")
+        assert not part_paths(disk / "out")
 
 
 def test_a_damaged_part_is_removed(tmp_path: Path) -> None:

@@ -143,17 +143,35 @@ def test_a_file_that_cannot_be_read_is_one_line(
 
 
 @pytest.mark.skipif(not may_mount(), reason="needs the right to mount")
-def test_a_disk_that_is_full_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The error of a write to an open file has no file name."""
+def test_a_disk_that_is_full_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And exit code 75, because the same command may succeed later. The error of a write to an open file has no file
+    name."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.txt").write_text("text")
+    (tmp_path / "log.csv").write_text("step,loss\n" + "".join(f"{step},3\n" for step in range(9)))
     with small_disk(tmp_path / "disk") as disk:
-        run = stories.write(disk / "run", stories.poisoned())
+        stories.write(disk / "run", stories.poisoned())
         fill(disk)
-        assert main(["report", str(disk)]) == 2
-        assert main(["postmortem", str(run.path)]) == 2
+        for command in (
+            ["report", "disk"],
+            ["postmortem", "disk/run"],
+            ["dashboard", "disk/run"],
+            ["judge", "log.csv", "--plot", "disk/loss.png"],
+            ["data", "prepare", "in.txt", "--output", "disk/corpus", "--workers", "1"],
+            ["data", "prepare", "in.txt", "--output", "disk/new/corpus", "--workers", "1"],
+        ):
+            assert main(command) == 75, command
     lines = capsys.readouterr().err.splitlines()
+    full = "No space left on device"
     assert [line.partition(" (")[0] for line in lines] == [
-        "harness: report: No space left on device",
-        "harness: postmortem: No space left on device",
+        f"harness: report: {full}",
+        f"harness: postmortem: {full}",
+        f"harness: disk/run/dashboard.html: cannot be written: {full}",
+        f"harness: disk/loss.png: cannot be written: {full}",
+        f"harness: disk/corpus: cannot be written: {full}",
+        f"harness: disk/new/corpus: cannot be written: {full}",
     ]
     assert "(write_atomically in rundir.py:" in lines[0]
 
