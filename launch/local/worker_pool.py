@@ -42,6 +42,7 @@ from harness.config.schema import Config
 from harness.control.stop_requests import STOP_SIGNALS
 from harness.core.child_process import PR_SET_CHILD_SUBREAPER, PR_SET_NAME, control_process, die_with
 from harness.core.fast_imports import loading
+from harness.core.node_name import machine_name
 from harness.core.rundir import write_atomically
 from harness.core.safe_stream import is_original_stdout, safe_output
 from launch.local.collective_dump import dump_collectives_on_signal
@@ -349,7 +350,10 @@ def enter_worker(worker: Worker, cfg: Config) -> int:
             write_atomically(Path(os.environ[FAILURE_FILE]), json.dumps(failure))
         except OSError:  # a full disk: the exit code has to say enough to the launcher
             with suppress(OSError):
-                print(f"harness: {error}" if failure["is_user_error"] else failure["traceback"], file=sys.stderr)
+                print(
+                    f"harness: {failure['message']}" if failure["is_user_error"] else failure["traceback"],
+                    file=sys.stderr,
+                )
         time.sleep(EXIT_DELAY_S)
         exit_immediately(failure["exit_code"])
     finally:
@@ -368,9 +372,13 @@ def exit_immediately(exit_code: int) -> NoReturn:
 def describe_error(error: Exception) -> dict[str, Any]:
     """The error that ends a rank, for `launch.local.ranks.RankFailure`; call it inside the `except` block."""
     *_, place = extract_tb(error.__traceback__)
+    is_user_error = isinstance(error, (ConfigError, StorageError))
+    named = ""
+    if isinstance(error, (ConfigError, StorageError)) and error.is_of_one_rank and not error.is_shared:
+        named = f"rank {os.environ['RANK']} on {machine_name()}: "
     failure = {
-        "message": str(error),
-        "is_user_error": isinstance(error, (ConfigError, StorageError)),
+        "message": f"{named}{error}",
+        "is_user_error": is_user_error,
         "error": f"{type(error).__name__} in {Path(place.filename).name}:{place.lineno}",
     }
     code = {ConfigError: EXIT_BAD_CONFIG, StorageError: EXIT_INTERRUPTED}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -9,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from harness.config.errors import ConfigError, StorageError
+from harness.core.node_name import machine_name
 from harness.core.rundir import RunDir
 from launch.local import hang_report
 from launch.local.hang_report import dump_file
 from launch.local.node_group import LOOPBACK, SINGLE_NODE, NodeGroup
-from launch.local.ranks import RankFailure, RankLogs
+from launch.local.ranks import RankFailure, RankLogs, render_failure
 from launch.local.start_failure import existing_parents, print_explanation, print_failure, remove_rejected_run
+from launch.local.worker_pool import describe_error
 
 
 def test_only_what_a_rejected_start_created_is_removed(tmp_path: Path) -> None:
@@ -35,6 +39,24 @@ def test_only_what_a_rejected_start_created_is_removed(tmp_path: Path) -> None:
     remove_rejected_run(alone, existing, "mine")
     assert not (tmp_path / "elsewhere").exists(), "the directories above it are new, too"
     assert tmp_path.exists()
+
+
+@pytest.mark.parametrize(
+    "error", [ConfigError("data.bin", "was removed"), StorageError(errno.EIO, "was removed", "data.bin")]
+)
+def test_an_error_in_the_data_of_one_rank_names_rank_and_machine(
+    monkeypatch: pytest.MonkeyPatch, error: ConfigError | StorageError
+) -> None:
+    """A file may have changed on one machine only."""
+    monkeypatch.setenv("RANK", "5")
+    for is_shared, is_of_one_rank in ((False, False), (True, True), (False, True)):  # (True, True): world_size 1
+        error.is_shared, error.is_of_one_rank = is_shared, is_of_one_rank
+        try:
+            raise error
+        except (ConfigError, StorageError) as raised:
+            failure = RankFailure(rank=5, log="", **describe_error(raised))
+        named = f"rank 5 on {machine_name()}: " if is_of_one_rank and not is_shared else ""
+        assert render_failure(failure, stopping=False) == f"harness: {named}data.bin: was removed"
 
 
 def test_the_explanation_of_a_hang_delays_no_restart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
