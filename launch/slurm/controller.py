@@ -61,8 +61,7 @@ def hostnames(expression: str) -> list[str]:
     """The nodes of an expression such as n[1-3,7]; Slurm writes (null) for none."""
     if expression in ("", "(null)"):
         return []
-    command = ["scontrol", "show", "hostnames", expression]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+    return run_command("scontrol", "show", "hostnames", expression).stdout.split()
 
 
 def can_start(sbatch: Sequence[str], without: Sequence[str]) -> bool:

@@ -75,8 +75,12 @@ def build_directives(
 
 def exclude_option(cfg: SlurmConfig, nodes: Sequence[str]) -> list[str]:
     """Excludes these nodes and those of the user's own --exclude; of two such options sbatch uses the last."""
-    user_excludes = [option.partition("=")[2] for option in cfg.options if option.startswith(f"{EXCLUDE}=")]
-    return [f"{EXCLUDE}={','.join([*user_excludes, *nodes])}"] if nodes else []
+    return [f"{EXCLUDE}={','.join([*list_user_excludes(cfg), *nodes])}"] if nodes else []
+
+
+def list_user_excludes(cfg: SlurmConfig) -> list[str]:
+    """What the user's own --exclude names; each may be an expression such as n[1-3]."""
+    return [option.partition("=")[2] for option in cfg.options if option.startswith(f"{EXCLUDE}=")]
 
 
 def quote_value(option: str, value: str) -> str:

@@ -187,8 +187,8 @@ def record_end(
 ) -> JobEnd:
     """Decide about one end and record it; if the storage does not take the record, warn.
 
-    `sbatch` holds the arguments with which Slurm is asked whether the job could start without some nodes, and
-    `user_excluded` the nodes that the user excludes anyway.
+    `sbatch` holds the arguments with which Slurm is asked whether the job could start without some nodes. The run adds
+    no reason of its own to exclude the nodes of `user_excluded`: theirs expire, and the user's do not.
     """
     limits, ends, now = compose.read(run.config).launch.slurm, list[JobEnd](), time.time()
     with warn_without_record(run):
@@ -208,7 +208,8 @@ def record_end(
         saved=saved,
         unhealthy=dict(unhealthy or {}),
     )
-    found = choose_exclusions(list_node_faults(run, [*ends, end]), now=now, limits=limits)
+    faults = [fault for fault in list_node_faults(run, [*ends, end]) if fault.node not in user_excluded]
+    found = choose_exclusions(faults, now=now, limits=limits)
     if sbatch:
         found = limit_exclusions(found, lambda nodes: can_start(sbatch, [*user_excluded, *nodes]))
     end = replace(end, excluded=tuple(found))
@@ -273,11 +274,24 @@ def exclusion_update(present: Sequence[str], by_user: Iterable[str], wanted: Ite
     return "" if set(nodes) == set(present) else f"ExcNodeList={','.join(nodes)}"
 
 
-def list_user_excluded(present: Sequence[str], ends: Iterable[JobEnd], expired: Iterable[str] = ()) -> list[str]:
-    """The nodes that Slurm excludes because the user asked: not those that this run has excluded or blamed, nor those
-    that its submission excluded until now. Its submission may exclude nodes that other tasks of the array blamed."""
-    ours = {node for end in ends for node in [*end.unhealthy, *(exclusion.node for exclusion in end.excluded)]}
-    return [node for node in present if node not in ours.union(expired)]
+def list_user_excluded(
+    present: Sequence[str],
+    ends: Sequence[JobEnd],
+    *,
+    job: str,
+    submitted: Mapping[str, float] | None = None,
+    now: float = 0.0,
+) -> list[str]:
+    """The nodes that Slurm excludes because the user asked: not those that the last end of this job excluded, nor those
+    that its submission excluded until now. Its submission may exclude nodes that other tasks of the array blamed; they
+    count as the user's until then."""
+    told = [end for end in ends if end.job == job and end.exit_code is not None]  # Slurm is told of no other end
+    ours = {exclusion.node for end in told[-1:] for exclusion in end.excluded}
+    blamed = {node for end in ends for node in [*end.unhealthy, *(exclusion.node for exclusion in end.excluded)]}
+    for node, until in (submitted or {}).items():
+        if node in blamed or until <= now:
+            ours.add(node)
+    return [node for node in present if node not in ours]
 
 
 def end_job(run: RunDir, job: str, start: int, exit_code: int, health_log: str, sbatch: Sequence[str]) -> JobEnd:
@@ -289,7 +303,7 @@ def end_job(run: RunDir, job: str, start: int, exit_code: int, health_log: str, 
         before = read_ends(run)
     known = job_directory.read_job(run)
     submitted = known.excluded if known is not None and known.job == job else {}
-    expired = [node for node, until in submitted.items() if until <= time.time()]
+    by_user = list_user_excluded(present, before, job=job, submitted=submitted, now=time.time())
     end = record_end(
         run,
         job_exit,
@@ -297,10 +311,9 @@ def end_job(run: RunDir, job: str, start: int, exit_code: int, health_log: str, 
         start=start,
         unhealthy=parse_blamed_nodes(health_log),
         sbatch=sbatch,
-        user_excluded=list_user_excluded(present, before, expired),
+        user_excluded=by_user,
     )
     if end.requeued:
-        by_user = list_user_excluded(present, [*before, end], expired)
         print(exclusion_update(present, by_user, end.excluded), end="")
     for exclusion in end.excluded:
         print(f"harness: {exclusion.render()}", file=sys.stderr)

@@ -28,9 +28,9 @@ from harness.core.locking.run_lease import naming_full_disk
 from harness.core.rundir import RunDir, locate, write_atomically
 from launch.changed_config import require_fitting
 from launch.slurm import code_snapshot, requeue
-from launch.slurm.controller import ENDED_STATES, queue_state, run_sbatch, run_slurm, submit_script
+from launch.slurm.controller import ENDED_STATES, hostnames, queue_state, run_sbatch, run_slurm, submit_script
 from launch.slurm.job_directory import SlurmJob, code_root, prepare_job_run, read_job, slurm_folder, write_job
-from launch.slurm.job_script import build_directives, exclude_option, render
+from launch.slurm.job_script import build_directives, exclude_option, list_user_excludes, render
 from launch.slurm.node_exclusion import NodeExclusion, choose_exclusions, limit_exclusions
 
 SCRIPT = "train.sbatch"
@@ -106,10 +106,13 @@ def submit_array(cfgs: Sequence[Config], directory: Path) -> str:
 def choose_script(
     cfgs: Sequence[Config], script_without: Callable[[Sequence[str]], str]
 ) -> tuple[str, dict[str, float]]:
-    """The script that excludes as many failed nodes of these runs as Slurm accepts, and until when each is excluded."""
+    """The script that excludes as many failed nodes of these runs as Slurm accepts, and until when each is excluded;
+    without those that the user excludes, for good."""
     runs = [locate(cfg) for cfg in cfgs]
+    limits = cfgs[0].launch.slurm
+    by_user = {node for expression in list_user_excludes(limits) for node in hostnames(expression)}
     faults = [fault for run in runs for fault in requeue.list_node_faults(run, requeue.read_ends(run))]
-    found = choose_exclusions(faults, now=time.time(), limits=cfgs[0].launch.slurm)
+    found = choose_exclusions([fault for fault in faults if fault.node not in by_user], now=time.time(), limits=limits)
     kept = limit_exclusions(found, lambda nodes: is_accepted(script_without(nodes)))
     script = script_without([exclusion.node for exclusion in kept])
     if not kept:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -35,6 +35,7 @@ from launch.slurm.requeue import (
     exclusion_update,
     is_stall,
     list_user_excluded,
+    read_ends,
 )
 from tests import composed
 from tests.full_disk import fill, may_mount, small_disk
@@ -272,7 +273,31 @@ def test_faults_in_the_job_exclude_like_failed_health_checks(run: RunDir) -> Non
     assert [(exclusion.node, exclusion.kind) for exclusion in first.excluded] == [("n3", "lost")]
     second = requeue.record_end(run, HERE._replace(exit_code=69), job="7", start=2, unhealthy=SICK)
     assert [exclusion.node for exclusion in second.excluded] == ["n2", "n3"], "one check in the job, one before it"
-    assert list_user_excluded(["n9", "n3"], [first]) == ["n9"]
+    assert list_user_excluded(["n9", "n3"], [first], job="7") == ["n9"]
+
+
+def test_a_node_that_the_user_excludes_is_never_freed(
+    run: RunDir, fake_slurm_bin: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Not if one check failed there before, not if the run has reasons of its own, and not when these have expired."""
+    (fake_slurm_bin / "sbatch").write_text("#!/bin/sh\n")
+    log = tmp_path / "complaints"
+    log.write_text("harness: health: node n2: broken\n")
+    args = ["end", str(run.path), "7", "69", str(log), "script"]
+    (fake_slurm_bin / "scontrol").write_text(scontrol())
+    assert requeue.main(args) == 0
+    (fake_slurm_bin / "scontrol").write_text(scontrol(excluded="n2"))  # the user does not wait for a second failure
+    args[4] = ""
+    assert requeue.main(args) == 0
+    NodeRecord(run, hours=24.0).add([NodeFault(time.time(), "n2", "gone", NodeFaultKind.lost)])
+    assert requeue.main(args) == 0
+    assert read_ends(run)[-1].excluded == ()
+    later = replace(end(), excluded=(NodeExclusion(node="n2", reason="", num_failures=2, until=0.0),), job="6")
+    with requeue.requeue_log(run).open("a") as file:  # an earlier job of the run has excluded it, for some time
+        file.write(json.dumps(asdict(later)) + "\n")
+    (run.path / "nodes.json").unlink()
+    assert requeue.main(args) == 0
+    assert capsys.readouterr().out == ""
 
 
 def test_exclusions_are_limited_to_what_slurm_can_start(run: RunDir, fake_slurm_bin: Path) -> None:
@@ -303,11 +328,11 @@ def test_slurm_is_asked_with_the_exclusions_of_the_user(
 
 
 def test_update_of_the_excluded_nodes() -> None:
-    ends = [replace(end(), unhealthy={"n2": "old"}), replace(end(), unhealthy={"n3": "new"})]
     third = NodeExclusion(node="n3", reason="new", num_failures=2, until=0.0)
+    ends = [replace(end(), excluded=(third, replace(third, node="n2"))), replace(end(), exit_code=None)]
 
     def update(present: list[str], wanted: list[NodeExclusion]) -> str:
-        return exclusion_update(present, list_user_excluded(present, ends), wanted)
+        return exclusion_update(present, list_user_excluded(present, ends, job="7"), wanted)
 
     assert update([], []) == update(["n3"], [third]) == update(["n9"], []) == ""
     assert update([], [third]) == "ExcNodeList=n3"

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -304,6 +305,13 @@ def test_a_job_is_submitted_without_the_nodes_that_failed(
     job = job_directory.read_job(run)
     assert job is not None
     assert job.excluded.keys() == {"n2"}
+    fake = queue.parent / "scontrol"
+    fake.write_text(fake.read_text() + 'test "$2" != hostnames || echo n2\n')
+    cfg.launch.slurm.options = ["--exclude=n2"]
+    assert "--exclude=n2\n" in (queue / submit.submit_run(cfg)).read_text()
+    assert job_directory.read_job(run) == replace(job, job="103", excluded={}), "the user's own, so it never expires"
+    cfg.launch.slurm.options = []
+    capsys.readouterr()
     monkeypatch.setenv("REFUSED", "1")
     with pytest.raises(ConfigError, match=r"launch\.slurm: sbatch: exit code 1"):
         submit.submit_run(cfg)
