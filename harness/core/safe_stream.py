@@ -1,11 +1,13 @@
 """Output streams that cannot fail: the reader of one may go away, as in `harness status RUN | head -1`, its file may be
 on a full disk, and its encoding may lack a character.
 
-Every command and every rank writes through them: a line for a person must not end a run, or a thread of one.
+Every command and every rank writes through them: a line for a person must not end a run, or a thread of one. What does
+not fit onto a full disk is lost, but for the buffer of the stream; output goes on once there is room.
 """
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -14,15 +16,21 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO, cast, final
 
+LASTING_ERRORS = (errno.EPIPE, errno.EBADF)
+"""Errors after which no write can succeed: the reader is gone, or the descriptor is closed."""
+
 
 @final
 class SafeStream(io.TextIOBase):
-    """A stream whose reader may go away: a failed write ends the output, not the program. Characters that the encoding
-    of the stream lacks are written as escapes, as on standard error."""
+    """A stream whose reader may go away, and whose disk may be full: a failed write costs output, not the program.
+    Characters that the encoding of the stream lacks are written as escapes, as on standard error."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self.is_silent = False
+        """The output has ended."""
+        self._gap = ""
+        """Why text may be missing before the next one; empty: none is."""
 
     @property
     def wrapped(self) -> TextIO:
@@ -31,9 +39,13 @@ class SafeStream(io.TextIOBase):
     def write(self, text: str) -> int:
         if not self.is_silent:
             try:
+                if self._gap:
+                    self._stream.flush()
+                    self._stream.write(f"[output may be missing here: {self._gap}]\n")
+                    self._gap = ""
                 self._write(text)
-            except OSError:
-                self._discard_output()
+            except OSError as error:
+                self._on_error(error)
         return len(text)
 
     def _write(self, text: str) -> None:
@@ -47,8 +59,21 @@ class SafeStream(io.TextIOBase):
         if not self.is_silent and not self._stream.closed:
             try:
                 self._stream.flush()
+            except OSError as error:
+                self._on_error(error)
+
+    def finish(self) -> None:
+        """Flush a last time. What the disk does not take is discarded; the interpreter would fail to flush it."""
+        if not self.is_silent and not self._stream.closed:
+            try:
+                self._stream.flush()
             except OSError:
                 self._discard_output()
+
+    def _on_error(self, error: OSError) -> None:
+        self._gap = error.strerror or str(error)
+        if error.errno in LASTING_ERRORS:
+            self._discard_output()
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -77,12 +102,13 @@ def safe_output() -> Iterator[None]:
     A process that was forked inside has new streams, which are not silent because those of its parent are.
     """
     stdout, stderr = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = _make_safe(stdout), _make_safe(stderr)
+    streams = _make_safe(stdout), _make_safe(stderr)
+    sys.stdout, sys.stderr = cast(tuple[TextIO, TextIO], streams)
     try:
         yield
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in streams:
+            stream.finish()
         sys.stdout, sys.stderr = stdout, stderr
 
 
@@ -91,9 +117,9 @@ def is_original_stdout() -> bool:
     return _unwrap(sys.stdout) is sys.__stdout__
 
 
-def _make_safe(stream: TextIO | None) -> TextIO:
+def _make_safe(stream: TextIO | None) -> SafeStream:
     """None: the process was started without this stream, as in `harness status RUN 2>&-`."""
-    return cast(TextIO, SafeStream(Path(os.devnull).open("w") if stream is None else _unwrap(stream)))
+    return SafeStream(Path(os.devnull).open("w") if stream is None else _unwrap(stream))
 
 
 def _unwrap(stream: TextIO | SafeStream) -> TextIO:
