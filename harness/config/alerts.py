@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from harness.config.errors import require
+from harness.config.errors import require, require_duration
 
 
 class AlertKind(StrEnum):
@@ -106,6 +106,8 @@ class AlertsConfig:
         require(value >= 0, "telemetry.alerts.no_progress_minutes", f"must be 0 (never) or more, got {value}")
         message = f"must be at least 1, got {self.repeat_minutes}"
         require(self.repeat_minutes >= 1, "telemetry.alerts.repeat_minutes", message)
+        for name in ("no_progress_minutes", "repeat_minutes"):
+            require_duration(getattr(self, name), f"telemetry.alerts.{name}", unit_s=60)
         require(self.per_hour >= 1, "telemetry.alerts.per_hour", f"must be at least 1, got {self.per_hour}")
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from harness.config.errors import require
+from harness.config.errors import require, require_duration
 
 AUTO = "auto"
 DEFAULT_SHARED_DIR = "/dev/shm"
@@ -77,6 +77,7 @@ class CheckpointRemoteConfig:
         for name in ("retry_s", "exit_wait_s"):
             value = getattr(self, name)
             require(0 <= value < math.inf, f"checkpoint.remote.{name}", f"must be 0 or more, and finite, got {value}")
+            require_duration(value, f"checkpoint.remote.{name}")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,5 +111,7 @@ class CheckpointConfig:
             require(getattr(self, name) >= 1, f"checkpoint.{name}", f"must be at least 1, got {getattr(self, name)}")
         valid = self.every_minutes is None or 0 < self.every_minutes < math.inf
         require(valid, "checkpoint.every_minutes", f"must be positive or null, got {self.every_minutes}")
+        require_duration(self.every_minutes or 0.0, "checkpoint.every_minutes", unit_s=60)
         valid = 0 <= self.retry_s < math.inf
         require(valid, "checkpoint.retry_s", f"must be 0 or more, and finite, got {self.retry_s}")
+        require_duration(self.retry_s, "checkpoint.retry_s")

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from harness.config.errors import require
+from harness.config.errors import require, require_duration
 
 
 class DataKind(StrEnum):
@@ -142,6 +142,7 @@ class RemoteDataConfig:
         require(self.ahead_batches >= 0, "data.remote.ahead_batches", message)
         valid = 0 <= self.retry_s < math.inf
         require(valid, "data.remote.retry_s", f"must be 0 or more, and finite, got {self.retry_s}")
+        require_duration(self.retry_s, "data.remote.retry_s")
 
     def limit_bytes(self) -> int | None:
         """Limit of the cache directory in bytes; None: no limit."""

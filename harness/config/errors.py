@@ -8,6 +8,8 @@ EXIT_BAD_CONFIG = 2
 EXIT_HALTED = 3
 EXIT_INTERRUPTED = 75
 
+LONGEST_DURATION_S = 1e9
+"""30 years. Threads, sockets and calendars do not take ten times as much."""
 LEAST_FP32 = 2.0**-126
 """The smallest normal number of fp32. A device may take a smaller one as 0."""
 
@@ -44,6 +46,13 @@ def require(condition: bool, key: str, message: str) -> None:
     """Raise ConfigError unless `condition` holds."""
     if not condition:
         raise ConfigError(key, message)
+
+
+def require_duration(value: float, key: str, *, unit_s: float = 1.0) -> None:
+    """Raise ConfigError unless clocks and threads can hold a duration of this many units; its lower limit is checked by
+    the caller."""
+    most = LONGEST_DURATION_S / unit_s
+    require(value <= most, key, f"must be at most {most:.3g} (30 years), got {value:g}")
 
 
 def require_positive_fp32(value: float, key: str, off: str = "") -> None:

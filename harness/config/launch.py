@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from harness.config.errors import require
+from harness.config.errors import require, require_duration
 
 
 class LaunchKind(StrEnum):
@@ -72,12 +72,15 @@ class SlurmConfig:
             message = f"must be a list of options that start with -- and contain no space, got {option!r}"
             require(re.fullmatch(r"--[a-z][\w-]*(=\S+)?", option) is not None, "launch.slurm.options", message)
         require(self.warn_s >= 1, "launch.slurm.warn_s", f"must be at least 1, got {self.warn_s}")
+        require_duration(self.warn_s, "launch.slurm.warn_s")
         if self.time_minutes is not None:
+            require_duration(self.time_minutes, "launch.slurm.time_minutes", unit_s=60)
             message = f"must be less than launch.slurm.time_minutes ({60 * self.time_minutes} s), got {self.warn_s}"
             require(self.warn_s < 60 * self.time_minutes, "launch.slurm.warn_s", message)
         require(self.max_requeues >= 0, "launch.slurm.max_requeues", f"must be 0 or more, got {self.max_requeues}")
         require(self.max_stalled >= 1, "launch.slurm.max_stalled", f"must be at least 1, got {self.max_stalled}")
         require(self.exclude_hours >= 0, "launch.slurm.exclude_hours", f"must be 0 or more, got {self.exclude_hours}")
+        require_duration(self.exclude_hours, "launch.slurm.exclude_hours", unit_s=3600)
         require(self.max_excluded >= 0, "launch.slurm.max_excluded", f"must be 0 or more, got {self.max_excluded}")
 
 
@@ -190,6 +193,8 @@ class LaunchConfig:
         for name in ("hang_after_s", "hang_steps", "start_within_s", "restart_window"):
             value = getattr(self, name)
             require(value > 0, f"launch.{name}", f"must be positive, got {value}")
+            if name != "hang_steps":
+                require_duration(value, f"launch.{name}")
 
     @property
     def is_elastic(self) -> bool:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from harness.config.errors import require
+from harness.config.errors import require, require_duration
 
 MOST_STEPS = 100_000_000
 """Most updates of a run: the learning rates of all of them are in a table, 4 bytes each on the device."""
@@ -56,6 +56,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require(self.lease_s >= 1, "run.lease_s", f"must be at least 1, got {self.lease_s}")
+        require_duration(self.lease_s, "run.lease_s")
         require(0 <= self.seed < 2**63, "run.seed", f"must be from 0 to 2**63 - 1, got {self.seed}")
         if self.name is not None:
             valid = bool(self.name) and "/" not in self.name and not self.name.startswith(".")
@@ -182,6 +183,7 @@ class EvalConfig:
         for name in ("harness_every_steps", "harness_fewshot", "harness_exit_wait_s"):
             value = getattr(self, name)
             require(value is None or value >= 0, f"eval.{name}", f"must be 0 or more, got {value}")
+        require_duration(self.harness_exit_wait_s, "eval.harness_exit_wait_s")
         valid = re.fullmatch(r"cpu|cuda(:\d+)?", self.harness_device) is not None
         require(valid, "eval.harness_device", f"must be cpu, cuda or cuda:N, got {self.harness_device!r}")
         require(self.every_steps >= 0, "eval.every_steps", f"must be 0 (never) or more, got {self.every_steps}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from harness.config.alerts import AlertsConfig
-from harness.config.errors import require
+from harness.config.errors import require, require_duration
 
 LEAST_SYSTEM_EVERY_S = 0.1
 MOST_SYSTEM_EVERY_S = 1e8
@@ -92,8 +92,10 @@ class TelemetryConfig:
     alerts: AlertsConfig = field(default_factory=AlertsConfig)
 
     def __post_init__(self) -> None:
-        require(self.exit_wait_s >= 0, "telemetry.exit_wait_s", f"must be 0 or more, got {self.exit_wait_s}")
-        require(self.replay_s >= 0, "telemetry.replay_s", f"must be 0 or more, got {self.replay_s}")
+        for name in ("exit_wait_s", "replay_s"):
+            value = getattr(self, name)
+            require(value >= 0, f"telemetry.{name}", f"must be 0 or more, got {value}")
+            require_duration(value, f"telemetry.{name}")
         least, most = LEAST_SYSTEM_EVERY_S, MOST_SYSTEM_EVERY_S
         message = f"must be 0 (no samples) or from {least:g} to {most:g}, got {self.system_every_s:g}"
         is_valid = self.system_every_s == 0 or least <= self.system_every_s <= most

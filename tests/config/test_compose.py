@@ -6,7 +6,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -298,6 +298,28 @@ def test_a_bad_override_is_one_line(override: str, line: str) -> None:
     assert "\n" not in message
     assert "search path" not in message
     assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize("value", [1e30, math.inf, math.nan])
+def test_a_duration_that_no_clock_can_hold_is_refused(value: float) -> None:
+    """In seconds, minutes and hours: threads and sockets raise OverflowError from 9.2e9 s on, late in a run."""
+    durations = re.compile(r".*(?<!_gb)_(s|minutes|hours)|restart_window")
+
+    def sections(prefix: str, section: Any) -> Iterator[tuple[str, Any, str]]:
+        for field in fields(section):
+            key, child = f"{prefix}{field.name}", getattr(section, field.name)
+            if is_dataclass(child):
+                yield from sections(f"{key}.", child)
+            elif durations.fullmatch(field.name):
+                yield key, section, field.name
+
+    found = list(sections("", composed.load([])))
+    assert {"launch.hang_after_s", "checkpoint.every_minutes", "launch.slurm.exclude_hours"} < {
+        key for key, *_ in found
+    }
+    for key, section, name in found:
+        with pytest.raises(ConfigError, match=rf"^{re.escape(key)}: must be "):
+            replace(section, **{name: value})
 
 
 def test_synthetic_data_needs_two_tokens() -> None:
