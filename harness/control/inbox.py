@@ -6,9 +6,10 @@ with who asked, when, why, and what came of it.
 A command is one JSON file, moved into place by a rename. File names begin with the time, and commands apply in that
 order. A thread of rank 0 polls once a second (`harness.control.watcher`). The step's all-reduce carries the flag to all
 ranks, and they apply the commands at the same iteration. The answer is an `Intervention` event. It is written first,
-then the file is removed, so a run that is killed in between does not apply a command twice. An unapplied command
-waits for the next start of the run. A file that cannot be parsed is renamed to *.refused with one line on stderr;
-nothing in that directory can stop a run.
+then the file is removed, so a run that is killed in between does not apply a command twice. If neither is possible,
+the answer in the event log keeps the next start from applying it. An unapplied command waits for the next start of the
+run. A file that cannot be parsed is renamed to *.refused with one line on stderr; nothing in that directory can stop a
+run.
 
 Left out: whether the run can carry out an order (`harness.control.order_checks`), and authentication: `who` is what
 the writer of the file claims.
@@ -32,6 +33,7 @@ from harness.core.event_json import to_json
 from harness.core.events import Intervention
 from harness.core.rundir import CONFIG_CHANGED, RunDir, append_line
 from harness.core.stderr_lines import print_warning
+from harness.telemetry.event_log import read_non_step_events
 
 POLL_S = 0.2
 LONGEST_BYTES = 65536
@@ -129,7 +131,7 @@ class Inbox:
         """Files that were processed and could not be removed."""
         with suppress(OSError):
             make_control(run)
-        self._answered = {event.changes.get("id") for event in interventions(run)}
+        self._answered = {event.changes.get("id") for event in _answers(run)}
 
     def take(self) -> list[Command]:
         """List all waiting commands, in order, until `done` is called for them. Invalid files are renamed."""
@@ -166,6 +168,16 @@ class Inbox:
             path.rename(path.with_name(f"{path.name}.{REFUSED}"))
         except OSError:
             self._ignored.add(path.name)
+
+
+def _answers(run: RunDir) -> list[Intervention]:
+    """The interventions so far. If commands wait, also those of the event log: a write to the other file may have
+    failed, and their files may have stayed."""
+    found = interventions(run)
+    if _listed(run):
+        with suppress(OSError):
+            found += [event for event in read_non_step_events(run.events) if isinstance(event, Intervention)]
+    return found
 
 
 def _listed(run: RunDir) -> list[Path]:

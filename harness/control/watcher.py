@@ -3,7 +3,8 @@
 The run directory may lie on a file system that stalls for a minute. If the loop touched it, all ranks would wait. The
 thread polls once a second and keeps what it found in memory; the loop only reads memory. The thread also writes the
 answers to commands (`Inbox.done`). The loop waits until an answer is on disk, for at most `DONE_WAIT_S` per stall; then
-it continues with a warning. A run that is killed before the answer is on disk applies the command again later.
+it continues with a warning. A run that is killed before the answer is on disk, here or in the event log, applies the
+command again later.
 
 Left out: checking an order against the run directory when it is applied (`harness.control.order_checks`), and what
 must be on disk before an order takes effect (ledger, tainted checkpoints). Both wait for the file system, and only when
@@ -65,7 +66,8 @@ class Watcher:
         self._thread.join(timeout=CLOSE_WAIT_S)
         if self._answers:
             print_warning(
-                f"{len(self._answers)} answers to commands are not on disk; the next start applies the commands again"
+                f"{len(self._answers)} answers to commands are not on disk; the next start applies the commands again,"
+                " unless the event log has the answers"
             )
 
     def waits(self) -> bool:

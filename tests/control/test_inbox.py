@@ -37,7 +37,8 @@ from harness.control.commands import (
     parse_order,
 )
 from harness.control.inbox import Inbox
-from harness.core.rundir import RunDir
+from harness.core.event_json import to_json
+from harness.core.rundir import RunDir, append_line
 
 ALL_ORDERS = (
     Skip(num_batches=20),
@@ -245,9 +246,12 @@ def test_an_io_error_gives_no_command_and_no_crash(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", fail)
         patch.setattr(commands, "append_line", fail)
-        inbox.done(sent, commands.intervention_event(sent, 7, {}))
+        inbox.done(sent, event := commands.intervention_event(sent, 7, {}))
     assert "the event log alone has the intervention" in capsys.readouterr().err
     assert inbox.take() == [], "a command whose file cannot be removed is not applied again"
+    append_line(run.events, to_json(event))
+    assert Inbox(run).take() == [], "nor at the next start"
+    assert names(run) == [f"{sent.id}.json.refused"]
 
 
 def test_a_missing_control_directory_has_no_commands(run: RunDir) -> None:
