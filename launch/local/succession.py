@@ -8,7 +8,8 @@ as lost, and decides as the first coordinator would have: a spare takes over the
 goes on with fewer (`launch.local.restart`). The next start has its store at the address of the new coordinator.
 The lost coordinator may still live, cut off from the others. The lease of the run decides. A coordinator holds it while
 no rank 0 does, and only its holder writes to the run. The new coordinator takes it once three renewals were missed, and
-gives up if it is renewed.
+gives up if it is renewed. A launcher that was cut off and comes when the run has ended without it gives up too: it
+would train on a run that was halted.
 Left out: the restart budget of the lost coordinator; the count begins anew. Launcher 0 cannot join again as a spare.
 """
 
@@ -20,10 +21,16 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from harness.config.errors import ConfigError, StorageError
-from harness.core.locking.run_lease import take_over_lease
+from harness.config.errors import ConfigError
+from harness.core.events import RunRestarted
+from harness.core.locking.directory_lease import Lease, read_newest
+from harness.core.locking.run_lease import FOLDER, take_over_lease
+from harness.core.rundir import RunDir
+from harness.core.transient_io import retry_transient
+from harness.telemetry.event_log import read_non_step_events
 from launch.local.file_limit import warn_about_files
 from launch.local.node_group import NodeGroup
 from launch.local.node_link import Link
@@ -32,6 +39,8 @@ from launch.node_record import NodeRecord
 CONNECT_S = 5.0
 FOLLOW_WITHIN_S = 10.0
 """How long a new coordinator waits for the launchers that were connected to the last one."""
+SAME_LOSS_S = 120.0
+"""Within how many seconds all launchers notice a loss, with the differences of their clocks."""
 
 Admit = Callable[[socket.socket], Link | None]
 
@@ -56,6 +65,28 @@ def find_coordinator(group: NodeGroup, hello: Mapping[str, Any], admit: Admit, r
     return False
 
 
+def take_over_run(group: NodeGroup, run: RunDir) -> Lease:
+    """Take the lease of the run. Raises ConfigError if another process has it, or has ended the run in order after it
+    went on without this launcher."""
+    seen = retry_transient(partial(read_newest, run.path / FOLDER))
+    lease = take_over_lease(run.path)
+    if seen is not None and seen.released and has_gone_on(group, run):
+        lease.release()
+        raise ConfigError("", "it went on without this machine, and has ended")
+    return lease
+
+
+def has_gone_on(group: NodeGroup, run: RunDir) -> bool:
+    """Whether another coordinator has restarted the ranks of this job since this launcher lost its own. If storage
+    fails, the lease alone decides."""
+    try:
+        events = retry_transient(lambda: read_non_step_events(run.events))
+    except OSError:
+        return False
+    restarts = [event for event in events if isinstance(event, RunRestarted)]
+    return any(event.number > group.restarts and event.time > group.noticed - SAME_LOSS_S for event in restarts)
+
+
 def become_coordinator(group: NodeGroup, address: str, host: str, admit: Admit, record: NodeRecord) -> bool:
     """Take over from the lost coordinator; False if it still writes the run.
 
@@ -65,7 +96,7 @@ def become_coordinator(group: NodeGroup, address: str, host: str, admit: Admit, 
     group.admit_followers(admit)
     expected = set(group.members) - lost - {group.number}
     with ThreadPoolExecutor(max_workers=1) as executor:
-        taken = executor.submit(take_over_lease, record.run.path)
+        taken = executor.submit(take_over_run, group, record.run)
         with group.changed:
             group.hosts[group.number] = host
             group.changed.wait_for(lambda: expected <= set(group.links), timeout=FOLLOW_WITHIN_S)
@@ -75,7 +106,7 @@ def become_coordinator(group: NodeGroup, address: str, host: str, admit: Admit, 
                     group.add_lost(number, group.hosts[number], "is gone")
         try:
             group.lease = taken.result()
-        except (ConfigError, StorageError) as error:
+        except (ConfigError, OSError) as error:
             print(f"harness: the run cannot be taken over: {error}", file=sys.stderr, flush=True)
             return False
     record.read_again()

@@ -199,10 +199,16 @@ def test_a_coordinator_that_still_writes_the_run_is_not_replaced(
     assert spare.node_rank == SPARE
 
 
-def test_a_launcher_that_is_cut_off_takes_nothing_over_before_the_next_rank_0_begins(
-    stack: ExitStack, run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_launcher_that_is_cut_off_takes_nothing_over_before_the_next_rank_0_begins_nor_after_the_end(
+    stack: ExitStack,
+    run: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    has_ended: bool,
 ) -> None:
-    """The coordinator has decided, and the ranks of the next start are slow."""
+    """The coordinator has decided, and the ranks of the next start are slow; or they have halted, and the run is
+    free."""
     monkeypatch.setattr(succession, "FOLLOW_WITHIN_S", 0.3)
     hosts = Hosts(stack, run, 3, spares=0, allowed=(2, 3))
     first, cut_off, third = hosts.all()
@@ -213,9 +219,13 @@ def test_a_launcher_that_is_cut_off_takes_nothing_over_before_the_next_rank_0_be
     assert first.lease is not None
     assert first.lease_offered_by == third.lease_offered_by == first.lease.me.owner
     written = node_record_path(run).read_text()
+    if has_ended:
+        first.lease.release()
 
     assert hosts.agree(hosts.history(), cut_off) == [RestartDecision(False, "")]
-    assert f"the run cannot be taken over: run.name: {run.path} is in use by " in capsys.readouterr().err
+    problem = "it went on without this machine, and has ended" if has_ended else f"run.name: {run.path} is in use by "
+    assert f"the run cannot be taken over: {problem}" in capsys.readouterr().err
+    assert not cut_off.is_coordinator
     assert len(restarted(run)) == 1
     assert node_record_path(run).read_text() == written
     assert [fault.node for fault in read_node_faults(run)] == ["host1"]
