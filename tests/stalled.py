@@ -12,6 +12,8 @@ import errno
 import os
 import stat
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
 from typing import Self
@@ -30,6 +32,21 @@ def can_stall() -> bool:
 def may_mount() -> bool:
     capabilities = next(line for line in Path("/proc/self/status").read_text().splitlines() if "CapEff" in line)
     return bool(int(capabilities.split()[1], 16) & (1 << 21))
+
+
+@contextmanager
+def unreachable(path: Path) -> Iterator[Path]:
+    """Mount a file system whose server is gone: every call fails with ENOTCONN."""
+    path.mkdir()
+    libc, descriptor = ctypes.CDLL(None, use_errno=True), os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+    options = f"fd={descriptor},rootmode=40000,user_id=0,group_id=0".encode()
+    if libc.mount(b"unreachable", str(path).encode(), b"fuse", 0, options) != 0:
+        raise OSError(ctypes.get_errno(), "mount")
+    os.close(descriptor)
+    try:
+        yield path
+    finally:
+        libc.umount2(str(path).encode(), DETACH)
 
 
 class Stalled:

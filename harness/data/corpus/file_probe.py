@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from harness.config.data import DataKind, SourceConfig
-from harness.config.errors import ConfigError, require
+from harness.config.errors import require
 from harness.core.object_store import canonical_name, is_url
 from harness.data.corpus.remote_cache import cached_file, local_path, recorded_path
-from harness.data.corpus.token_files import expand
+from harness.data.corpus.token_files import expand, read_error
 
 BLOCK_BYTES = 4096
 DATA_BLOCKS = 4
@@ -89,7 +89,7 @@ def stat_file(path: Path, *, key: str) -> ListedFile:
         index_bytes = index.stat().st_size if path.suffix == ".bin" and index.exists() else 0
         return ListedFile(recorded_path(path), path.stat().st_size, index_bytes)
     except OSError as error:
-        raise ConfigError(key, f"{path}: cannot be read ({error.strerror})") from None
+        raise read_error(path, error, key=key) from None
 
 
 def probe(file: ListedFile, *, key: str) -> str:
@@ -104,7 +104,7 @@ def probe(file: ListedFile, *, key: str) -> str:
             if file.index_bytes:
                 _add_blocks(digest, path.with_suffix(".idx"), file.index_bytes, INDEX_BLOCKS)
         except OSError as error:
-            raise ConfigError(key, f"{path}: cannot be read ({error.strerror})") from None
+            raise read_error(path, error, key=key) from None
     return digest.hexdigest()
 
 

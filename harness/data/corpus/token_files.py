@@ -27,8 +27,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from harness.config.data import TokenDtype
-from harness.config.errors import ConfigError, require
+from harness.config.errors import ConfigError, StorageError, require
 from harness.core.object_store import is_url
+from harness.core.transient_io import TRANSIENT_ERRORS, retry_transient
 from harness.data.corpus.headerless import HEAD_BYTES, flat_layout, probed_ranges
 from harness.data.corpus.mapped_file import map_file
 from harness.data.corpus.megatron_index import WRITABLE, MegatronIndex, write_index
@@ -71,7 +72,7 @@ def expand(paths: Sequence[str], *, key: str) -> list[Path]:
         try:
             found |= _expand_path(given, key=key)
         except OSError as error:
-            raise ConfigError(key, f"{given}: cannot be read ({error.strerror})") from None
+            raise read_error(given, error, key=key) from None
     found.update(local_paths(urls, key=key))
     return sorted(found, key=lambda file: Path(recorded_path(file)))
 
@@ -107,6 +108,16 @@ def _num_hidden(path: Path) -> int:
     return sum(part.startswith(".") and part != ".." for part in path.parts)
 
 
+def read_error(
+    path: str | Path, error: OSError, *, key: str, problem: str = "cannot be read"
+) -> ConfigError | StorageError:
+    """The exception for a token file that cannot be read: StorageError if the storage failed, which may answer at the
+    next start, else ConfigError."""
+    if error.errno in TRANSIENT_ERRORS:
+        return StorageError(error.errno, f"cannot be read: {error.strerror}", str(path))
+    return ConfigError(key, f"{path}: {problem} ({error.strerror})")
+
+
 def probes_per_file(most: int, num_files: int) -> int:
     """Probes per file: `most` for a few files, fewer for many."""
     return max(2, min(most, MAX_PROBES // num_files))
@@ -118,7 +129,11 @@ def open_tokens(path: str | Path, *, dtype: TokenDtype, key: str, num_files: int
     `dtype` is the dtype of a file without a header; if there is a header, the two must agree.
     `num_files` is the number of files of the source: the more there are, the fewer probes per file.
     """
-    data_path = _data_file(local_path(path, key=key).expanduser(), key=key)
+    given = local_path(path, key=key).expanduser()
+    try:
+        data_path = _data_file(given, key=key)
+    except OSError as error:
+        raise read_error(given, error, key=key) from None
     mapped = _map(data_path, key=key)
     cached = cached_file(data_path)
     index_path = data_path.with_suffix(".idx")
@@ -221,11 +236,18 @@ class TokenFile:
         """Raise if the file was removed or resized: reading its map could kill the process."""
         try:
             num_bytes = os.stat(self.path).st_size  # noqa: PTH116 -- half the time of Path.stat, in the path of a batch
-        except OSError as error:
-            raise ConfigError(self._key, f"{self.path}: was removed during the run ({error.strerror})") from None
+        except OSError:
+            num_bytes = self._size_after_error()
         if num_bytes != self.num_bytes:
             message = f"{self.path}: changed during the run, from {self.num_bytes} to {num_bytes} bytes"
             raise ConfigError(self._key, message)
+
+    def _size_after_error(self) -> int:
+        """The size of a file that could not be looked at just now: a file system may fail for a moment."""
+        try:
+            return retry_transient(self.path.stat).st_size
+        except OSError as error:
+            raise read_error(self.path, error, key=self._key, problem="was removed during the run") from None
 
 
 @final
@@ -328,6 +350,6 @@ def _map(path: Path, *, key: str) -> NDArray[np.uint8]:
     try:
         mapped = map_file(path)
     except OSError as error:
-        raise ConfigError(key, f"{path}: cannot be read ({error.strerror})") from None
+        raise read_error(path, error, key=key) from None
     require(len(mapped) > 0, key, f"{path}: is empty")
     return mapped

@@ -25,8 +25,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Self, final
 
-from harness.config.errors import ConfigError
+from harness.config.errors import ConfigError, StorageError
 from harness.core.rundir import append_line
+from harness.core.transient_io import TRANSIENT_ERRORS, retry_transient
 
 VERSION = 1
 REVOKE_VERSION = 2
@@ -308,10 +309,12 @@ def _are_weights(weights: Mapping[str, object]) -> bool:
 
 def _read(path: Path) -> Iterator[Entry]:
     try:
-        *lines, tail = path.read_bytes().split(b"\n")
+        *lines, tail = retry_transient(path.read_bytes).split(b"\n")
     except FileNotFoundError:
         return
     except OSError as error:
+        if error.errno in TRANSIENT_ERRORS:
+            raise StorageError(error.errno, f"cannot be read: {error.strerror}", str(path)) from None
         raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
     for number, line in enumerate(lines, start=1):
         try:

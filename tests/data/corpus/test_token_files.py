@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.config.errors import ConfigError
+from harness.config.errors import ConfigError, StorageError
+from harness.core import transient_io
+from harness.data.corpus.file_probe import probe, stat_file
 from harness.data.corpus.megatron_index import WRITABLE
 from harness.data.corpus.token_files import IndexedWriter, expand
+from harness.data.order.ledger import Ledger
 from tests.data.token_files import (
     DOCUMENTS,
     KEY,
@@ -23,6 +27,7 @@ from tests.data.token_files import (
     opened,
     write_pair,
 )
+from tests.stalled import can_stall, unreachable
 
 INTEGERS = ("uint8", "int8", "int16", "int32", "int64", "uint16")
 
@@ -92,6 +97,38 @@ def test_file_that_changes_during_a_run_is_named(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(ConfigError, match=rf"^{KEY}: {path}: was removed during the run"):
         file.read(0, 1)
+
+
+@pytest.mark.skipif(not can_stall(), reason="needs root and /dev/fuse")
+def test_storage_that_fails_is_no_wrong_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may answer at the next start: exit code 75, not 2, after which no scheduler starts the run again."""
+    monkeypatch.setattr(transient_io, "PAUSE_S", 0.0)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "train.bin").write_bytes(bytes(1 << 16))
+    mount = tmp_path / "mount"
+    mount.symlink_to(tmp_path / "there")
+    path = mount / "train.bin"
+    file, listed = opened(path), stat_file(path, key=KEY)
+    with unreachable(tmp_path / "gone") as gone:
+        mount.unlink()
+        mount.symlink_to(gone)
+        reads: list[tuple[Path, Callable[[], object]]] = [
+            (path, lambda: file.read(0, 1)),
+            (path, lambda: opened(path)),
+            (path, lambda: expand([str(path)], key=KEY)),
+            (mount / "*.bin", lambda: expand([f"{mount}/*.bin"], key=KEY)),
+            (path, lambda: stat_file(path, key=KEY)),
+            (path, lambda: probe(listed, key=KEY)),
+            (mount / "ledger.jsonl", lambda: Ledger.load(mount / "ledger.jsonl")),
+        ]
+        for number, (named, read) in enumerate(reads):
+            with pytest.raises(StorageError) as caught:
+                read()
+            line = f"{named}: cannot be read: Transport endpoint is not connected"
+            assert str(caught.value) == line, number
+        mount.unlink()
+        mount.symlink_to(tmp_path / "there")
+    assert file.read(0, 1).tolist() == [0], "after a moment all is well"
 
 
 def test_opening_does_not_depend_on_the_size(tmp_path: Path) -> None:
