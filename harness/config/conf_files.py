@@ -7,7 +7,8 @@ from typing import Any
 
 import yaml
 
-from harness.config.errors import ConfigError, require
+from harness.config.errors import ConfigError, StorageError, require
+from harness.core.transient_io import TRANSIENT_ERRORS, retry_transient
 
 BASE = "base"
 """Name of the file with the common values of a group; it is not an option."""
@@ -27,8 +28,10 @@ def conf_dir() -> Path:
 def read_tree(path: Path) -> dict[str, Any]:
     """Read a YAML file that holds a mapping."""
     try:
-        tree = parse_yaml(path.read_text(encoding="utf-8")) or {}
+        tree = parse_yaml(retry_transient(lambda: path.read_text(encoding="utf-8"))) or {}
     except OSError as error:
+        if error.errno in TRANSIENT_ERRORS:
+            raise StorageError(error.errno, f"cannot be read: {error.strerror}", str(path)) from None
         raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(str(path), "is not UTF-8 text") from None

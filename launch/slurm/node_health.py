@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.config import compose
-from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError
 from harness.config.parallel import ParallelConfig
 from harness.config.schema import Config
 from harness.core.fast_imports import loading
@@ -153,9 +153,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         cfg = compose.read(run.config)
         problems, is_shared = check_all(cfg, run, node, local_rank, float(within_s))
-    except ConfigError as error:
+    except (ConfigError, StorageError) as error:
         print(f"harness: {error}", file=sys.stderr)
-        return EXIT_BAD_CONFIG
+        return EXIT_INTERRUPTED if isinstance(error, StorageError) else EXIT_BAD_CONFIG
     for problem in problems if local_rank == 0 or not is_shared else ():
         print(problem.render(), file=sys.stderr)
     return EXIT_UNHEALTHY if problems else EXIT_DONE

@@ -300,7 +300,7 @@ def settings_of(run: RunDir) -> dict[str, Any]:
     """
     try:
         settings = compose.flat(conf_files.read_tree(run.config))
-    except ConfigError:
+    except (ConfigError, StorageError):
         return {}
     return {key: without_credentials(value) if isinstance(value, str) else value for key, value in settings.items()}
 

@@ -14,7 +14,7 @@ from typing import Any
 from harness.analysis.postmortem.overrides import NAMED, overrides_of
 from harness.analysis.replay.request import set_value
 from harness.config import compose
-from harness.config.errors import ConfigError
+from harness.config.errors import ConfigError, StorageError
 from harness.config.explain import explain
 from harness.config.schema import Config
 from harness.control.inbox import config_changes
@@ -57,7 +57,7 @@ def overrides_at(run: RunDir, incident: Incident) -> list[str] | None:
     read."""
     try:
         return overrides_of(config_at(run, incident))
-    except ConfigError:
+    except (ConfigError, StorageError):
         return None
 
 

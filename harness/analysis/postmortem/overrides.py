@@ -13,7 +13,7 @@ from typing import Any
 from harness.config import compose, conf_files
 from harness.config.command_line import override
 from harness.config.data import DataKind
-from harness.config.errors import ConfigError
+from harness.config.errors import ConfigError, StorageError
 from harness.config.optim import OptimConfig, OptimizerKind, ScheduleKind
 from harness.config.schema import Config
 from harness.core.rundir import MAY_DIFFER, RunDir
@@ -27,7 +27,7 @@ def overrides_in(run: RunDir) -> list[str] | None:
     """Overrides that reproduce the configuration of a run; None if another version wrote it and it cannot be read."""
     try:
         return overrides_of(compose.read(run.config))
-    except ConfigError:
+    except (ConfigError, StorageError):
         return None
 
 

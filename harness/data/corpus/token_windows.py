@@ -26,7 +26,7 @@ from harness.data.corpus.corpus import MIN_SAMPLES, SampleOrigin, SampleShape, T
 from harness.data.corpus.document_ends import number_documents
 from harness.data.corpus.headerless import HEADER_ERRORS
 from harness.data.corpus.remote_cache import RemoteRanges, fetch_ranges
-from harness.data.corpus.token_files import NUM_PROBES, TokenFile, probes_per_file
+from harness.data.corpus.token_files import NUM_PROBES, TokenFile, probes_per_file, read_error
 
 
 @final
@@ -118,7 +118,7 @@ class FilesCorpus:
             with path.open("rb") as file:
                 counts = np.lib.format.read_array(file, allow_pickle=False)
         except OSError as error:
-            raise ConfigError(self._key, f"{path}: cannot be read ({error.strerror})") from None
+            raise read_error(path, error, key=self._key) from None
         except HEADER_ERRORS:
             raise ConfigError(self._key, f"{path}: is damaged; delete it, or prepare the data again") from None
         is_valid = counts.ndim == 1 and np.can_cast(counts.dtype, np.int64)
@@ -175,7 +175,9 @@ class FilesCorpus:
         try:
             report = json.loads(path.read_bytes())
             num_tokens, largest = int(report["tokens"]), int(report["max_token"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except OSError as error:
+            raise read_error(path, error, key=self._key) from None
+        except (ValueError, KeyError, TypeError):
             raise ConfigError(self._key, f"{path}: is not a report with tokens and max_token") from None
         message = f"{path}: reports {num_tokens} tokens, but {file.path.name} has {file.num_tokens}"
         require(num_tokens == file.num_tokens, self._key, message)

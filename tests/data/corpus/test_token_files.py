@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.config.conf_files import read_tree
 from harness.config.errors import ConfigError, StorageError
 from harness.core import transient_io
 from harness.data.corpus.file_probe import probe, stat_file
@@ -120,6 +121,7 @@ def test_storage_that_fails_is_no_wrong_path(tmp_path: Path, monkeypatch: pytest
             (path, lambda: stat_file(path, key=KEY)),
             (path, lambda: probe(listed, key=KEY)),
             (mount / "ledger.jsonl", lambda: Ledger.load(mount / "ledger.jsonl")),
+            (mount / "config.yaml", lambda: read_tree(mount / "config.yaml")),
         ]
         for number, (named, read) in enumerate(reads):
             with pytest.raises(StorageError) as caught:
