@@ -24,7 +24,8 @@ PADDED = ("model.ffn_dim=51", "train.micro_batch_size=2")
 CASES: list[tuple[int, tuple[str, ...]]] = [(2, ("precision=bf16", *PADDED)), (2, ("parallel.replicate=2", *PADDED))]
 """FSDP, and HSDP with a shard axis of size 1, for which FSDP never calls the reduce-scatter."""
 if IS_INTERPRETED:  # a program takes milliseconds; one block, the embedding and the head are two FSDP modules
-    CASES = [(num_ranks, (*overrides, "model.num_layers=1")) for num_ranks, overrides in CASES]
+    SMALL = ("model.num_layers=1", "model.dim=16", "model.num_heads=2", "model.num_kv_heads=1", "train.batch_size=4")
+    CASES = [(num_ranks, (*overrides, *SMALL)) for num_ranks, overrides in CASES]
 else:
     CASES += [
         (2, PADDED),

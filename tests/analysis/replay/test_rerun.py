@@ -175,6 +175,7 @@ COMPILED = (
     "optim.warmup_steps=1",
     "train.num_steps=4",
     "checkpoint.every_steps=2",
+    "sentinel.held_out_rows=0",
     "run.name=compiled",
 )
 
