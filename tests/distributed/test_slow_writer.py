@@ -70,7 +70,7 @@ def roll_back(directory: str) -> tuple[int, list[Phase]]:
     phases: list[Phase] = []
     orders = {12: [Rollback(to_step=4)]}
     with recorded_phases(phases):
-        result = test_operator_commands.run_worker_with_orders(directory, orders, None, *STEPS)
+        result = test_operator_commands.run_worker_with_orders(directory, orders, (), *STEPS)
     return result.code, phases
 
 
