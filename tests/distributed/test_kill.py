@@ -1,10 +1,10 @@
 """`kill -9` at any instant: the run resumes bit-identically.
 
-Each test case is one run of two ranks that is killed several times, at points drawn from a seed, and then runs to its
-end. Every phase of a step and of a save has its own case, which is killed within and after it, the first
-also before it. Further cases
-draw from all phases and from the elapsed time. After each kill every committed checkpoint must be complete and the
-newest must exist. At the end every result of the run and every bit of its state must equal those of a control run.
+Each test case is one run of two ranks that is killed many times, at points drawn from a seed, and then runs to its
+end. It is killed within and after every phase of a step and of a save, and before the first of them; further cases draw
+from all phases and from the elapsed time. After each kill every committed checkpoint must be complete, the newest must
+exist, and the killed attempt must have resumed from the one that was the newest. At the end every result of the run and
+every bit of its state must equal those of a control run.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ SIZE = 2
 OVERRIDES = (
     "model.num_layers=1",
     "train.num_steps=24",
-    "checkpoint.every_steps=5",
+    "checkpoint.every_steps=3",
     "checkpoint.keep=2",
-    "checkpoint.good_after_steps=3",
-    "checkpoint.ring.every_steps=3",
+    "checkpoint.good_after_steps=2",
+    "checkpoint.ring.every_steps=2",
 )
 NUM_RANDOM_RUNS = 1
 MAX_GRACE_S = 0.3
@@ -62,7 +62,7 @@ MAX_KILL_AFTER_S = 1.5
 
 
 class Candidate(NamedTuple):
-    """A place and its possible call numbers; a run that was killed there three times reaches them again."""
+    """A place and its possible call numbers. They are so low that a run can be killed at several places in turn."""
 
     place: Place
     whens: tuple[When, ...]
@@ -118,16 +118,16 @@ PHASES = (
         range(1, 4),
     ),
     Candidate(
-        Place("log", "harness.telemetry.event_log:EventLog._append", kill_in_write), ALL, (0,), range(1, 7), range(1, 7)
+        Place("log", "harness.telemetry.event_log:EventLog._append", kill_in_write), ALL, (0,), range(1, 5), range(1, 5)
     ),
-    Candidate(FORWARD, AROUND, BOTH, range(1, 9), range(1, 9)),
-    Candidate(Place("update", "harness.optim.update:Update.apply"), AROUND, BOTH, range(1, 9), range(1, 9)),
+    Candidate(FORWARD, AROUND, BOTH, range(1, 5), range(1, 5)),
+    Candidate(Place("update", "harness.optim.update:Update.apply"), AROUND, BOTH, range(1, 5), range(1, 5)),
     Candidate(
         Place("snapshot", "harness.checkpoint.ring:Ring.take_snapshot", kill_in_tensor_copy),
         ALL,
         BOTH,
-        range(1, 4),
-        range(1, 4),
+        range(1, 3),
+        range(1, 3),
     ),
     Candidate(Place("staging", "harness.checkpoint.saver:write"), AROUND, BOTH, SAVES),
     Candidate(Place("shards", f"{WRITER}.write_data", kill_in_fsync), INSIDE, BOTH, SAVES),
@@ -141,8 +141,16 @@ PHASES = (
     Candidate(Place("retention", "harness.checkpoint.catalog:delete", kill_in_unlink), ALL),
     Candidate(Place("resume", "harness.checkpoint.store:load_newest", kill_in_hash_files), ALL, BOTH),
 )
-FIRST_KILL = KillAtCall(place=FORWARD, when=When.before, nth=11, rank=1, grace_s=0.0)
-"""At that call only the checkpoint of step 5 is on disk: the snapshot of step 10 waits for its save."""
+CHAINS = {
+    "start and step": ("configuration", "resume", "forward", "snapshot"),
+    "log and update": ("log", "update"),
+    "save": ("staging", "shards", "metadata", "kept metadata", "manifest"),
+    "publish": ("publish",),
+    "after a save": ("health", "retention"),
+}
+"""Phases at which one run is killed in turn. It makes progress between kills, but does not end before the last one."""
+FIRST_KILL = KillAtCall(place=FORWARD, when=When.before, nth=7, rank=1, grace_s=0.0)
+"""At that call only the checkpoint of step 3 is on disk: the snapshot of step 6 waits for its save."""
 
 
 def run_rank(cfg: Config) -> tuple[int, str]:
@@ -209,7 +217,7 @@ def killed_once(killable: KillableRanks, tmp_path_factory: pytest.TempPathFactor
     """The directory of a run that was killed once, with one checkpoint."""
     directory = tmp_path_factory.mktemp("killed_once")
     assert killable.run(SIZE, run_rank, configure(directory), kill_point=FIRST_KILL).killed
-    assert verified_checkpoints(rundir.locate(configure(directory)).checkpoints) == [5]
+    assert verified_checkpoints(rundir.locate(configure(directory)).checkpoints) == [3]
     return directory
 
 
@@ -240,18 +248,28 @@ def verified_checkpoints(root: Path) -> list[int]:
 
 
 def run_through_kills(killable: KillableRanks, cfg: Config, kill_points: Sequence[KillPoint]) -> list[bool]:
-    """Start the run once per kill point; returns which kills happened. The newest checkpoint must never be lost."""
-    root = rundir.locate(cfg).checkpoints
+    """Start the run once per kill point; returns which kills happened. The newest checkpoint must never be lost, and
+    each start that was logged must have resumed from it."""
+    run = rundir.locate(cfg)
     was_killed: list[bool] = []
-    newest = max(verified_checkpoints(root), default=0)
+    newest, num_started = max(verified_checkpoints(run.checkpoints), default=0), len(starts(run))
     for kill_point in kill_points:
         outcome = killable.run(SIZE, run_rank, cfg, kill_point=kill_point)
         assert outcome.killed or outcome.exit_codes == [0] * SIZE
         was_killed.append(outcome.killed)
-        steps = verified_checkpoints(root)
+        started = starts(run)[num_started:]
+        assert [event.step for event in started] == [newest] * len(started), kill_point
+        num_started += len(started)
+        steps = verified_checkpoints(run.checkpoints)
         assert max(steps, default=0) >= newest, f"step {newest} was saved and is missing after a kill {kill_point}"
         newest = max(steps, default=0)
     return was_killed
+
+
+def starts(run: rundir.RunDir) -> list[RunStarted]:
+    """The logged starts."""
+    log = event_json.read(run.events) if run.events.exists() else ()
+    return [event for event in log if isinstance(event, RunStarted)]
 
 
 def check_end(killable: KillableRanks, cfg: Config, control: Control) -> None:
@@ -276,23 +294,19 @@ def check_end(killable: KillableRanks, cfg: Config, control: Control) -> None:
 
 
 @pytest.mark.parametrize(
-    "candidate",
-    [
-        pytest.param(
-            candidate, id=candidate.place.phase, marks=() if candidate.place.phase == "publish" else pytest.mark.full
-        )
-        for candidate in PHASES
-    ],
+    "chain", [pytest.param(chain, marks=() if chain == "publish" else pytest.mark.full) for chain in CHAINS]
 )
 def test_a_run_killed_in_any_phase_resumes_bit_identically(
-    killable: KillableRanks, control: Control, killed_once: Path, tmp_path: Path, candidate: Candidate
+    killable: KillableRanks, control: Control, killed_once: Path, tmp_path: Path, chain: str
 ) -> None:
-    rng = random.Random(candidate.place.phase)
-    first, *others = rng.sample(candidate.whens, len(candidate.whens))
-    kill_points = [
-        draw_kill(candidate, first, rng, nth=candidate.nth),
-        *(draw_kill(candidate, when, rng, nth=candidate.later) for when in others),
-    ]
+    candidates = {candidate.place.phase: candidate for candidate in PHASES}
+    assert sorted(candidates) == sorted(phase for phases in CHAINS.values() for phase in phases)
+    kill_points: list[KillPoint] = []
+    for phase in CHAINS[chain]:
+        rng, candidate = random.Random(phase), candidates[phase]
+        first, *others = rng.sample(candidate.whens, len(candidate.whens))
+        kill_points.append(draw_kill(candidate, first, rng, nth=candidate.nth))
+        kill_points += [draw_kill(candidate, when, rng, nth=candidate.later) for when in others]
     shutil.copytree(killed_once, tmp_path, dirs_exist_ok=True)
     cfg = configure(tmp_path)
     was_killed = run_through_kills(killable, cfg, kill_points)
@@ -311,6 +325,7 @@ def test_a_changed_config_is_accepted_once_the_state_is_loaded_whatever_is_kille
         shutil.copytree(killed_once, directory)
         cfg = configure(directory)
         cfg.optim.lr, cfg.run.resume = 0.001, ResumePolicy.changed
+        cfg.train.num_steps = 9
         configs.append(cfg)
     run = rundir.locate(configs[0])
     before = run.config.read_bytes()
@@ -352,6 +367,7 @@ def test_a_run_killed_at_random_resumes_bit_identically(
 @pytest.mark.full
 def test_only_the_chosen_rank_is_killed_and_only_at_the_chosen_call(killable: KillableRanks, tmp_path: Path) -> None:
     cfg = configure(tmp_path)
+    cfg.train.num_steps = 6
     early, late = (KillAtCall(place=FORWARD, when=When.before, nth=nth, rank=1, grace_s=0.0) for nth in (3, 100))
     outcome = killable.run(SIZE, run_rank, cfg, kill_point=early)
     assert outcome.killed
