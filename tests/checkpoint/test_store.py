@@ -154,7 +154,7 @@ def spoil_metadata(directory: Path) -> str:
 
 
 def spoil_state(directory: Path) -> str:
-    return _spoil(directory / "state.json", lambda data: data.replace(b'"cursor": 1', b'"cursor": 2'))
+    return _spoil(directory / "state.json", lambda data: data.replace(b'"cursor": 9', b'"cursor": 8'))
 
 
 def lose_a_file(directory: Path) -> str:
@@ -180,19 +180,19 @@ MORE_DAMAGES = [zero_hole, truncate, empty, spoil_metadata, lose_a_file]
 STEPS = (
     "run.name=a",
     "model.num_layers=1",
-    "checkpoint.every_steps=5",
-    "checkpoint.good_after_steps=3",
-    "train.num_steps=15",
+    "checkpoint.every_steps=3",
+    "checkpoint.good_after_steps=2",
+    "train.num_steps=9",
 )
-LONGER = (*STEPS, "train.num_steps=20", "run.resume=changed", "optim.schedule=constant")
+LONGER = (*STEPS, "train.num_steps=12", "run.resume=changed", "optim.schedule=constant")
 
 
 @pytest.fixture(scope="module")
 def trained(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with checkpoints of steps 10 and 15."""
+    """A run with checkpoints of steps 6 and 9."""
     directory = tmp_path_factory.mktemp("trained")
     ranks.run(2, cases.run, str(directory), *STEPS, "optim.schedule=constant")
-    assert [checkpoint.step for checkpoint in catalog.list_checkpoints(directory / "a" / "checkpoints")] == [10, 15]
+    assert [checkpoint.step for checkpoint in catalog.list_checkpoints(directory / "a" / "checkpoints")] == [6, 9]
     return directory
 
 
@@ -218,16 +218,16 @@ def test_damaged_checkpoint_is_named_and_the_older_one_is_loaded(
 ) -> None:
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     checkpoints = tmp_path / "a" / "checkpoints"
-    name = damage(checkpoints / "step-00000015-gen-0")
+    name = damage(checkpoints / "step-00000009-gen-0")
     code, records = ranks.run(2, cases.run, str(tmp_path), *LONGER)[0]
     assert code == 0
     log = list(event_json.read(tmp_path / "a" / "events.jsonl"))
-    assert [event for event in log if isinstance(event, RunStarted)][-1].resumed_from == "step-00000010-gen-0"
+    assert [event for event in log if isinstance(event, RunStarted)][-1].resumed_from == "step-00000006-gen-0"
     (event,) = [event for event in log if isinstance(event, CheckpointJudged) and event.health == "damaged"]
-    assert f"step-00000015-gen-0/{name}" in event.reason
-    assert (checkpoints / "step-00000015-gen-0.damaged").is_dir(), "it is kept for inspection"
+    assert f"step-00000009-gen-0/{name}" in event.reason
+    assert (checkpoints / "step-00000009-gen-0.damaged").is_dir(), "it is kept for inspection"
     assert _history(records) == control, "and the run is the one that resumed from the newest"
-    assert [checkpoint.step for checkpoint in catalog.list_checkpoints(checkpoints)] == [15, 20]
+    assert [checkpoint.step for checkpoint in catalog.list_checkpoints(checkpoints)] == [9, 12]
     for checkpoint in catalog.list_checkpoints(checkpoints):
         integrity.verify(checkpoint.path)
 
@@ -240,7 +240,7 @@ def test_run_with_only_damaged_checkpoints_does_not_start_over(ranks: Pool, trai
         for complaint in ranks.run(2, complaint_of_running, str(tmp_path)):
             assert "no checkpoint in" in complaint
             assert "\n" not in complaint
-            assert attempt or "step-00000015-gen-0/__0_0.distcp" in complaint
+            assert attempt or "step-00000009-gen-0/__0_0.distcp" in complaint
 
 
 def complaint_of_running(directory: str) -> str:
@@ -298,13 +298,13 @@ def _shallow(manifest: integrity.Manifest) -> dict[str, Any]:
 
 
 def test_tensors_are_read_whole_without_a_process_group(trained: Path) -> None:
-    directory = trained / "a" / "checkpoints" / "step-00000015-gen-0"
+    directory = trained / "a" / "checkpoints" / "step-00000009-gen-0"
     shapes = store.read_shapes(directory)
     name = "model.blocks.0.mlp.up.weight"
     (read,) = store.read_tensors(directory, [name]).values()
     assert read.shape == shapes[name] == (48, 32)
-    assert json.loads((directory / store.STATE_FILE).read_text())["step"] == 15
-    assert int(store.read_tensors(directory, ["device.step"])["device.step"]) == 15
+    assert json.loads((directory / store.STATE_FILE).read_text())["step"] == 9
+    assert int(store.read_tensors(directory, ["device.step"])["device.step"]) == 9
 
 
 RETRY_S = 0.05
@@ -488,7 +488,7 @@ def test_start_that_cannot_read_its_checkpoint_exits_75_and_resumes_later(
         assert "Traceback" not in process.stderr
         complaints = [line for line in process.stderr.splitlines() if line.startswith("harness: ")]
     (complaint,) = complaints
-    assert "step-00000015-gen-0/__0_0.distcp: cannot be read on " in complaint
+    assert "step-00000009-gen-0/__0_0.distcp: cannot be read on " in complaint
     assert tree(tmp_path / "a" / "checkpoints") == before
     assert ranks.run(2, cases.run, str(tmp_path), *LONGER)[0][0] == 0
 
@@ -508,6 +508,6 @@ def test_a_stop_while_a_start_waits_for_storage_exits_75(trained: Path, tmp_path
         assert process.wait(timeout=60) == 75
         complaints = [line for line in process.stderr.splitlines() if line.startswith("harness: /")]
     (complaint,) = complaints
-    assert "step-00000015-gen-0/__0_0.distcp: cannot be read on " in complaint
+    assert "step-00000009-gen-0/__0_0.distcp: cannot be read on " in complaint
     assert "Traceback" not in process.stderr
     assert tree(tmp_path / "a" / "checkpoints") == before

@@ -31,7 +31,7 @@ from tests.distributed.pool import Pool
 from tests.forks import Launched
 from tests.privileges import obeying_modes
 
-STEPS = ("train.num_steps=32", "model.num_layers=1", "checkpoint.every_steps=5", "optim.warmup_steps=5")
+STEPS = ("train.num_steps=22", "model.num_layers=1", "checkpoint.every_steps=3", "optim.warmup_steps=5")
 StepResults = dict[int, tuple[float, float, float, int]]
 
 
@@ -188,7 +188,7 @@ def test_fp16_begins_with_the_initial_loss_scale_after_another_precision(ranks: 
 @pytest.mark.full
 def test_killed_run_resumes_bit_identically(ranks: Pool, control: StepResults, tmp_path: Path) -> None:
     with launched(tmp_path) as process:
-        wait_for_step(tmp_path, 8)
+        wait_for_step(tmp_path, 4)
         os.killpg(process.pid, signal.SIGKILL)
         assert process.wait(timeout=200) == -signal.SIGKILL
     code, records = finish(ranks, tmp_path, 2)
@@ -204,7 +204,7 @@ def test_stopped_run_saves_exits_75_and_resumes_bit_identically(
     ranks: Pool, control: StepResults, tmp_path: Path
 ) -> None:
     with launched(tmp_path) as process:
-        wait_for_step(tmp_path, 8)
+        wait_for_step(tmp_path, 4)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=200) == 75, process.stderr
     log = list(event_json.read(tmp_path / "victim" / "events.jsonl"))
