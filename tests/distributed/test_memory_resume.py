@@ -37,21 +37,21 @@ pytestmark = [
 ]
 
 SIZE = 2
-EVERY_STEPS = 3
-SAVED = 8
+EVERY_STEPS = 2
+SAVED = 6
 OVERRIDES = (
     "model.num_layers=1",
-    "train.num_steps=20",
+    "train.num_steps=14",
     f"checkpoint.every_steps={SAVED}",
-    "checkpoint.good_after_steps=3",
+    "checkpoint.good_after_steps=2",
     f"checkpoint.ring.every_steps={EVERY_STEPS}",
     "checkpoint.ring.shared_dir=memory",
     "checkpoint.ring.replicas=1",
     "run.name=victim",
 )
 FORWARD = Place("forward", "harness.train:forward_backward")
-KILL = KillAtCall(place=FORWARD, when=When.before, nth=16, rank=1, grace_s=0.3)
-"""Only the checkpoint of step 8 is on disk then."""
+KILL = KillAtCall(place=FORWARD, when=When.before, nth=12, rank=1, grace_s=0.3)
+"""Only the checkpoint of step 6 is on disk then."""
 
 
 def kill_in_tensor_copy() -> None:
@@ -123,7 +123,7 @@ def control(killable: KillableRanks, tmp_path_factory: pytest.TempPathFactory) -
     assert [code for code, _ in outcome.results] == [0] * SIZE
     assert [list(node_memory(directory, node).iterdir()) for node in range(SIZE)] == [[], []]
     found = step_results(rundir.locate(cfg).events)
-    assert list(found) == list(range(1, 21))
+    assert list(found) == list(range(1, 15))
     return Control(found, [digest for _, digest in outcome.results])
 
 
@@ -289,14 +289,14 @@ def test_a_run_killed_again_and_again_resumes_from_memory_each_time(
 
 def test_with_hsdp_a_lost_node_is_restored_from_the_other_replica(killable: KillableRanks, tmp_path: Path) -> None:
     """Two nodes of two ranks, and one replica of the model on each: nothing is sent during training."""
-    overrides = ("parallel.replicate=2", "checkpoint.ring.replicas=0", "train.num_steps=14")
+    overrides = ("parallel.replicate=2", "checkpoint.ring.replicas=0", "checkpoint.every_steps=4", "train.num_steps=9")
     ends = []
     for name in ("control", "victim"):
         directory = tmp_path / name
         directory.mkdir()
         cfg = configure(directory, *overrides)
         if name == "victim":
-            early = KillAtCall(place=FORWARD, when=When.before, nth=12, rank=3, grace_s=0.3)
+            early = KillAtCall(place=FORWARD, when=When.before, nth=9, rank=3, grace_s=0.3)
             assert killable.run(4, run_on_node, cfg, 2, kill_point=early).killed
             shutil.rmtree(node_memory(directory, 1))
             node_memory(directory, 1).mkdir()
@@ -304,4 +304,4 @@ def test_with_hsdp_a_lost_node_is_restored_from_the_other_replica(killable: Kill
         ends.append((outcome.results, step_results(rundir.locate(cfg).events)))
     assert ends[0] == ends[1]
     started = [event for event in event_json.read(rundir.locate(cfg).events) if isinstance(event, RunStarted)][-1]
-    assert (started.in_memory, started.step, started.fetched_ranks) == (True, 9, [2, 3])
+    assert (started.in_memory, started.step, started.fetched_ranks) == (True, 6, [2, 3])

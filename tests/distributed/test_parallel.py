@@ -14,6 +14,9 @@ from harness.core.events import RunEnded
 from tests.distributed import cases
 from tests.distributed.pool import Pool
 
+ONE_LAYER = "model.num_layers=1"
+"""For tests in which the number of sharded modules does not matter."""
+
 
 @pytest.mark.full
 def test_every_world_size_starts_with_the_same_bits(ranks: Pool) -> None:
@@ -79,7 +82,7 @@ def losses_of_one_rank(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def losses_of(ranks: Pool, size: int, directory: Path, *overrides: str) -> list[float]:
-    (code, records), *_ = ranks.run(size, cases.run, str(directory), "run.name=a", *overrides)
+    (code, records), *_ = ranks.run(size, cases.run, str(directory), "run.name=a", ONE_LAYER, *overrides)
     assert code == 0
     assert [record.step for record in records] == [1, 2, 3, 4, 5, 6]
     return [record.loss for record in records]
@@ -89,7 +92,6 @@ def losses_of(ranks: Pool, size: int, directory: Path, *overrides: str) -> list[
     ("size", "overrides"),
     [
         (2, ("train.micro_batch_size=2",)),
-        pytest.param(2, (), marks=pytest.mark.full),
         pytest.param(4, (), marks=pytest.mark.full),
         pytest.param(4, ("parallel=hsdp",), marks=pytest.mark.full),
     ],
@@ -100,20 +102,26 @@ def test_training_equals_one_rank_up_to_rounding(
     assert losses_of(ranks, size, tmp_path, *overrides) == pytest.approx(losses_of_one_rank, rel=1e-5)
 
 
+@pytest.fixture(scope="module")
+def muon_losses_of_one_rank(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    losses = losses_of(ranks, 1, tmp_path_factory.mktemp("one"), "optim=muon")
+    assert losses[-1] < losses[0]
+    return losses
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("overrides", [(), ("parallel=hsdp",)])
+@pytest.mark.parametrize(("size", "overrides"), [(3, ()), (4, ("parallel=hsdp",))])
 def test_training_with_muon_equals_one_rank_up_to_rounding(
-    ranks: Pool, tmp_path: Path, overrides: tuple[str, ...]
+    ranks: Pool, muon_losses_of_one_rank: list[float], tmp_path: Path, size: int, overrides: tuple[str, ...]
 ) -> None:
-    one = losses_of(ranks, 1, tmp_path / "one", "optim=muon")
-    assert one[-1] < one[0]
-    assert losses_of(ranks, 4, tmp_path / "four", "optim=muon", *overrides) == pytest.approx(one, rel=1e-5)
+    losses = losses_of(ranks, size, tmp_path, "optim=muon", *overrides)
+    assert losses == pytest.approx(muon_losses_of_one_rank, rel=1e-5)
 
 
 @pytest.mark.full
 def test_the_same_seed_gives_the_same_bits(ranks: Pool, tmp_path: Path) -> None:
     def numbers(name: str, *overrides: str) -> list[tuple[float, float]]:
-        overrides = (f"run.name={name}", "train.num_steps=3", *overrides)
+        overrides = (f"run.name={name}", "train.num_steps=3", ONE_LAYER, *overrides)
         (_, records), *_ = ranks.run(2, cases.run, str(tmp_path), *overrides)
         return [(record.loss, record.grad_norm) for record in records]
 
@@ -134,14 +142,15 @@ def test_the_same_seed_gives_the_same_bits(ranks: Pool, tmp_path: Path) -> None:
     ],
 )
 def test_a_refused_update_changes_no_tensor(ranks: Pool, value: float, faulty_rank: int, optimizer: str) -> None:
-    for outcome in ranks.run(2, cases.run_refused_step, value, faulty_rank, f"optim={optimizer}"):
+    for outcome in ranks.run(2, cases.run_refused_step, value, faulty_rank, ONE_LAYER, f"optim={optimizer}"):
         assert outcome == {"unchanged": True, "equals_control": True, "moved": True}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_refused_update_changes_no_tensor_on_four_ranks_and_replicas(ranks: Pool, optimizer: str) -> None:
-    for outcome in ranks.run(4, cases.run_refused_step, math.nan, 2, "parallel=hsdp", f"optim={optimizer}"):
+    overrides = (ONE_LAYER, "parallel=hsdp", f"optim={optimizer}")
+    for outcome in ranks.run(4, cases.run_refused_step, math.nan, 2, *overrides):
         assert outcome == {"unchanged": True, "equals_control": True, "moved": True}
 
 
@@ -205,7 +214,7 @@ def test_replicas_and_shards_wait_as_long_as_configured(ranks: Pool) -> None:
 
 @pytest.mark.full
 def test_one_all_reduce_of_all_micro_batches_changes_only_the_order_of_sums(ranks: Pool) -> None:
-    overrides = ("parallel=hsdp", "train.batch_size=12", "train.micro_batch_size=1")
+    overrides = (ONE_LAYER, "parallel=hsdp", "train.batch_size=12", "train.micro_batch_size=1")
     for exact, rounded in ranks.run(4, cases.replica_gradients, *overrides):
         for each, once in exact.values():
             assert torch.equal(each, once), "exact sums are bit-equal"
@@ -221,8 +230,8 @@ def test_bf16_computes_in_bf16_and_keeps_fp32_masters(ranks: Pool) -> None:
 
 @pytest.mark.full
 def test_bf16_trains_like_fp32(ranks: Pool, tmp_path: Path) -> None:
-    (_, exact), *_ = ranks.run(2, cases.run, str(tmp_path), "run.name=fp32")
-    (_, rounded), *_ = ranks.run(2, cases.run, str(tmp_path), "run.name=bf16", "precision=bf16")
+    (_, exact), *_ = ranks.run(2, cases.run, str(tmp_path), ONE_LAYER, "run.name=fp32")
+    (_, rounded), *_ = ranks.run(2, cases.run, str(tmp_path), ONE_LAYER, "run.name=bf16", "precision=bf16")
     assert [r.loss for r in rounded] == pytest.approx([r.loss for r in exact], rel=5e-3)
     assert [r.loss for r in rounded] != [r.loss for r in exact]
 
