@@ -15,7 +15,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from functools import cache, partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -181,10 +183,20 @@ class StoreServer:
 
 
 @contextmanager
+def models_read_once() -> Iterator[None]:
+    """Let each client of S3 use the same parsed models: parsing them is most of what a new client takes."""
+    loader = import_module("botocore.loaders").JSONFileLoader
+    read = cache(partial(loader.load_file, loader()))
+    with patch.object(loader, "load_file", lambda _loader, path: read(path)):
+        yield
+
+
+@contextmanager
 def store_server(protocol: str, directory: Path) -> Iterator[StoreServer]:
     """A running server with an empty bucket; the environment of this process leads to it."""
     with (
         StoreServer(protocol, directory / f"{protocol}-server.log") as server,
+        models_read_once() if protocol == "s3" else nullcontext(),
         patch.dict(os.environ, server.environment),
     ):
         import fsspec

@@ -17,7 +17,7 @@ from harness.core.rundir import RunDir
 from harness.remote_resume import open_store, restore_from_store
 from tests.composed import load
 
-FILE_BYTES = 2**20
+FILE_BYTES = 2**16
 
 
 def make_run(path: Path, url: str) -> RunDir:

@@ -15,6 +15,7 @@ from harness.data.order.ledger import Ledger
 from harness.data.sources import open_data
 from tests.distributed import cases
 from tests.distributed.pool import Pool
+from tests.distributed.test_determinism import check_start_with_tree, choose_tree
 from tests.forks import Launched
 
 pytestmark = pytest.mark.full
@@ -65,7 +66,7 @@ def test_an_eod_token_trains_bit_identically_to_an_index(ranks: Pool, tmp_path: 
 
     def train(name: str, *overrides: str) -> list[tuple[float, str]]:
         steps = ("data=files", "train.num_steps=4", f"run.name={name}", *overrides)
-        (code, records), _ = ranks.run(2, cases.run, str(tmp_path), *steps)
+        ((code, records),) = ranks.run(1, cases.run, str(tmp_path), *steps)
         assert code == 0
         return [(record.loss, record.weight_digest) for record in records]
 
@@ -196,12 +197,15 @@ def put_bad_id_into_batch(corpus: Path, number: int, *, row: int) -> str:
 
 
 def test_torchrun_prints_an_error_in_the_rows_of_one_rank(corpus: Path) -> None:
+    """Ranks of torchrun import torch themselves, so this also shows that they set their own environment."""
     error = put_bad_id_into_batch(corpus, 6, row=3)
     rendezvous = ("--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0")
     overrides = [*cases.TINY, *STEPS, f"data.sources.main.paths=[{corpus}/*.bin]", "train.num_steps=20"]
-    command = ("torch.distributed.run", *rendezvous, "-m", "harness.train", *overrides, f"run.dir={corpus.parent}")
-    with Launched(*command, "launch.nproc=2", output=corpus.parent / "output") as done:
+    overrides += [f"run.dir={corpus.parent}", "run.deterministic=true", "launch.nproc=2"]
+    command = ("torch.distributed.run", *rendezvous, "-m", "harness.train", *overrides)
+    with Launched(*command, output=corpus.parent / "output", first=choose_tree) as done:
         assert done.wait(timeout=200) != 0
     lines = done.stderr.splitlines()
     assert lines.count(f"harness: rank 1: {error}") == 1
     assert re.search(r"rank +: 1 .*\n +exitcode +: 2 ", done.stderr)
+    check_start_with_tree(corpus.parent / "a", done.stdout)

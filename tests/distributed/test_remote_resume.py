@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +27,11 @@ from tests.data.token_files import write_pair
 from tests.distributed import cases
 from tests.distributed.pool import Pool
 from tests.forks import Launched
-from tests.object_stores import BUCKET, StoreServer, ignore_open_connections, server_fixture
+from tests.object_stores import BUCKET, StoreServer, ignore_open_connections, models_read_once, s3_only, server_fixture
 
 pytestmark = [pytest.mark.full, ignore_open_connections]
 
-NUM_STEPS = 12
+NUM_STEPS = 6
 LAST = catalog.name_of(NUM_STEPS, 0)
 
 
@@ -44,8 +45,11 @@ def upload_corpus(server: StoreServer, directory: Path) -> None:
 server = server_fixture(upload_corpus)
 
 
-def set_environment(variables: dict[str, str]) -> None:
+def prepare_launcher(variables: dict[str, str]) -> None:
+    """Set the environment of a launcher, and import what its ranks would import each: they are forks of it."""
     os.environ.update(variables)
+    import_module("s3fs")
+    models_read_once().__enter__()
 
 
 def train(directory: Path, server: StoreServer, *overrides: str) -> tuple[int, str]:
@@ -58,14 +62,14 @@ def train(directory: Path, server: StoreServer, *overrides: str) -> tuple[int, s
         f"data.remote.cache_dir={directory}/cache",
         "data.remote.block_kb=64",
         f"train.num_steps={NUM_STEPS}",
-        "checkpoint.every_steps=4",
+        "checkpoint.every_steps=2",
         "launch.nproc=2",
         f"run.dir={directory}",
         "run.name=first",
         *overrides,
     ]
     directory.mkdir(exist_ok=True)
-    environment = partial(set_environment, server.environment)
+    environment = partial(prepare_launcher, server.environment)
     with Launched("launch.train", *arguments, output=directory / "output", first=environment) as launched:
         code = launched.wait(timeout=200)
         return code, launched.stdout + launched.stderr
@@ -81,6 +85,7 @@ def steps(run: RunDir) -> dict[int, tuple[float, float, int]]:
     return {record.step: (record.loss, record.grad_norm, record.cursor) for record in records}
 
 
+@s3_only
 def test_a_run_whose_machine_is_lost_resumes_from_the_store(
     server: StoreServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,12 +103,12 @@ def test_a_run_whose_machine_is_lost_resumes_from_the_store(
     lost = RunDir(tmp_path / "lost")
     code, output = train(tmp_path / "elsewhere", server, remote)
     assert code == 0, output
-    assert f"downloading {url}/first/checkpoints/{catalog.name_of(8, 0)}" in output
-    assert "no checkpoint of step 12 can be loaded; the run continues from step 8" in output
+    assert f"downloading {url}/first/checkpoints/{catalog.name_of(4, 0)}" in output
+    assert "no checkpoint of step 6 can be loaded; the run continues from step 4" in output
 
     run = RunDir(tmp_path / "elsewhere" / "first")
     started = [event for event in event_json.read(run.events) if isinstance(event, RunStarted)]
-    assert started[-1].step == 8
+    assert started[-1].step == 4
     assert steps(run) == steps(lost)
     expected, found = weights(lost), weights(run)
     assert expected.keys() == found.keys()

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.full
 
 LAG = 1
 ENDLESS = ("train.num_steps=100000", "optim.schedule=constant", "model.num_layers=1", f"sentinel.lag={LAG}")
-MORE_STEPS = 5
+MORE_STEPS = 2
 StepResults = dict[int, tuple[float, float, float, int]]
 
 
