@@ -211,12 +211,10 @@ def guarded_run(directory: str, site: Callable[[Run], None] | None, *overrides: 
         (2, ("precision=bf16", "parallel.activation_checkpointing=selective")),
         (2, ("optim=muon",)),
         pytest.param(2, ("precision=fp8_emulated", "precision.fp8.recipe=delayed", FULL), marks=pytest.mark.full),
-        pytest.param(1, ("precision=fp32",), marks=pytest.mark.full),
         pytest.param(1, ("precision=bf16", FULL), marks=pytest.mark.full),
         pytest.param(
             1, ("precision=fp8_emulated", "parallel.activation_checkpointing=selective"), marks=pytest.mark.full
         ),
-        pytest.param(1, ("precision=fp8_emulated", "precision.fp8.recipe=delayed"), marks=pytest.mark.full),
         pytest.param(2, ("precision=fp32", "optim.clip_value=1.0"), marks=pytest.mark.full),
         pytest.param(2, ("precision=fp16", FULL), marks=pytest.mark.full),
         pytest.param(2, ("precision=fp8_emulated",), marks=pytest.mark.full),
