@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from tests.distributed import determinism_cases, faulty_runs
 from tests.distributed.cases import TINY
 from tests.distributed.determinism_cases import NOISY_LAYER
 from tests.distributed.drill_cases import inspect_run_with
+from tests.distributed.faulty_runs import RankResult
 from tests.distributed.pool import Pool
 from tests.forks import Launched
 
@@ -41,24 +44,41 @@ def results(log: list[Any]) -> list[dict[str, Any]]:
     return records
 
 
+RunWithout = Callable[[tuple[str, ...]], tuple[Path, list[RankResult]]]
+NUM_STEPS = 4
+ACCUMULATION = ("train.micro_batch_size=2", "sentinel.probe_every=2", f"train.num_steps={NUM_STEPS}")
+FP8 = (*ACCUMULATION, "train.batch_size=6", "precision=fp8_emulated", ONE_LAYER)
+"""Micro-batches of two rows and of one."""
+
+
+@pytest.fixture(scope="module")
+def run_without(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> RunWithout:
+    """The run directory and the results of a run without `run.deterministic`, by its overrides."""
+
+    @cache
+    def run(overrides: tuple[str, ...]) -> tuple[Path, list[RankResult]]:
+        directory = tmp_path_factory.mktemp("without")
+        return directory / "a", ranks.run(2, faulty_runs.run, str(directory), None, "run.name=a", *overrides)
+
+    return run
+
+
 @pytest.mark.parametrize(
-    "overrides",
-    [
-        ("train.micro_batch_size=2", "sentinel.probe_every=2"),
-        pytest.param(("precision=fp8_emulated", "sentinel.probe_every=2", ONE_LAYER), marks=pytest.mark.full),
-    ],
-    ids=["accumulation", "fp8"],
+    "overrides", [ACCUMULATION, pytest.param(FP8, marks=pytest.mark.full)], ids=["accumulation", "fp8"]
 )
-def test_the_check_leaves_no_trace(ranks: Pool, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+def test_the_check_leaves_no_trace(
+    ranks: Pool,
+    run_without: RunWithout,
+    tmp_path: Path,
+    overrides: tuple[str, ...],
+) -> None:
     """A run with the check is bit-identical to one without, in every number that it logs."""
-    without, checked = (
-        ranks.run(2, faulty_runs.run, str(tmp_path), None, f"run.name={name}", f"run.deterministic={is_on}", *overrides)
-        for name, is_on in (("without", "false"), ("checked", "true"))
-    )
+    directory, without = run_without(overrides)
+    checked = ranks.run(2, faulty_runs.run, str(tmp_path), None, "run.name=a", ON, *overrides)
     assert [result.state for result in checked] == [result.state for result in without]
     assert results(checked[0].log) == results(without[0].log)
-    assert len(results(checked[0].log)) == 6
-    manifests = [json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("without", "checked")]
+    assert len(results(checked[0].log)) == NUM_STEPS
+    manifests = [json.loads((run / "manifest.json").read_text()) for run in (directory, tmp_path / "a")]
     assert [manifest["deterministic"]["enabled"] for manifest in manifests] == [False, True]
     assert [manifest["deterministic_algorithms"] for manifest in manifests] == [False, True]
     assert manifests[1]["deterministic"] == {"enabled": True, "environment": ENVIRONMENT, "set_by_user": []}
@@ -99,12 +119,10 @@ def test_every_rank_has_the_settings_and_they_end_with_the_run(ranks: Pool, tmp_
 
 
 @pytest.mark.full
-def test_no_result_depends_on_uninitialized_memory(ranks: Pool, tmp_path: Path) -> None:
+def test_no_result_depends_on_uninitialized_memory(ranks: Pool, run_without: RunWithout, tmp_path: Path) -> None:
     """So torch need not fill it, which it does by default with deterministic algorithms."""
-    batches = ("train.batch_size=6", "train.micro_batch_size=2", "train.num_steps=3")
-    overrides = ("precision=fp8_emulated", "sentinel.probe_every=2", ONE_LAYER, *batches)
-    plain = ranks.run(2, faulty_runs.run, str(tmp_path), None, "run.name=plain", *overrides)
-    filled = ranks.run(2, determinism_cases.run_filled, str(tmp_path), "run.name=filled", ON, *overrides)
+    _, plain = run_without(FP8)
+    filled = ranks.run(2, determinism_cases.run_filled, str(tmp_path), "run.name=filled", ON, *FP8)
     assert [result.state for result in filled] == [result.state for result in plain]
     assert results(filled[0].log) == results(plain[0].log)
 

@@ -544,7 +544,7 @@ def test_an_excluded_source_is_not_read_and_the_last_one_is_kept(ranks: Pool, tm
 
 
 STRATIFIED = (
-    *("data.synthetic.num_samples=2000", "data.synthetic.rare_tokens=4", "data.synthetic.rare_probability=0.002"),
+    *("data.synthetic.num_samples=1000", "data.synthetic.rare_tokens=4", "data.synthetic.rare_probability=0.002"),
     *("data.synthetic.zipf_exponent=0", "data.stratify.rare_below=90", "data.stratify.max_per_batch=1"),
 )
 
