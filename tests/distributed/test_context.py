@@ -43,6 +43,7 @@ def step_of_one_rank(
 
 
 DOCUMENTS = ("data.document_mask=true",)
+ONE_LAYER = ("model.num_layers=1",)
 
 
 @pytest.mark.full
@@ -99,7 +100,8 @@ def test_the_plan_knows_what_is_exchanged(ranks: Pool, checkpointing: str) -> No
 
 @pytest.mark.full
 def test_a_run_has_the_same_data_and_losses_with_any_context(ranks: Pool, tmp_path: Path) -> None:
-    common = ("train.num_steps=7", "sentinel.probe_every=4", "sentinel.sdc.every=3", "data.document_mask=true")
+    checks = ("sentinel.probe_every=4", "sentinel.sdc.every=3")
+    common = (*ONE_LAYER, *DOCUMENTS, "train.num_steps=7", *checks)
     _, alone = ranks.run(1, cases.run, str(tmp_path), "run.name=alone", *common)[0]
     shared = {
         name: ranks.run(4, cases.run, str(tmp_path), f"run.name={name}", *common, f"parallel.context={context}")[0]
@@ -131,7 +133,7 @@ def repeated_fields(record: StepRecord) -> tuple[Any, ...]:
 
 @pytest.mark.full
 def test_a_run_resumes_with_another_context(ranks: Pool, tmp_path: Path) -> None:
-    common = ("optim.schedule=constant", "run.resume=changed")
+    common = (*ONE_LAYER, "optim.schedule=constant", "run.resume=changed")
     for size, context, until in ((1, 1, 2), (4, 2, 4), (4, 4, 6), (2, 1, 8)):
         overrides = (*common, f"train.num_steps={until}", f"parallel.context={context}")
         code, records = ranks.run(size, cases.run, str(tmp_path), "run.name=moved", *overrides)[0]
@@ -216,15 +218,9 @@ def test_other_precisions_agree_to_their_rounding(ranks: Pool, precision: str) -
 
 
 DRILLS = ("nan_grad", "nan_activation", "poisoned_batch", "corrupt_activation", "corrupting_rank")
-TABLE = replace(
-    test_drills.SHORT,
-    lengths=dict.fromkeys(DRILLS, test_drills.SHORT.num_steps),
-    trained_as=dict.fromkeys(DRILLS, "corrupt_activation"),
-    starts=dict.fromkeys(("nan_grad", "nan_activation", "poisoned_batch"), 71),
-)
-"""All drills have one training config, and so one common part and one twin. It computes every tenth step twice; those
-faults that this must not find strike in another step."""
-DRILL_OVERRIDES = (*test_drills.cpu_overrides("corrupt_activation"), "parallel.context=2")
+TABLE = replace(test_drills.SHORT, lengths={**test_drills.SHORT.lengths, "corrupting_rank": 75})
+"""All drills have one training config and one length, and so one common part and one twin. corrupting_rank halts."""
+DRILL_OVERRIDES = (*test_drills.RUN_OVERRIDES, test_drills.CONSTANT, test_drills.SHORT_SEQUENCES, "parallel.context=2")
 
 
 @pytest.mark.full

@@ -13,16 +13,21 @@ from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from harness.config import compose
 from harness.config.errors import EXIT_DONE
 from harness.config.schema import Config
+from harness.core import event_json
+from harness.core.events import RunStarted
 from harness.core.rundir import RunDir
 from harness.drills import directories, scenario
 from harness.drills.drill_record import DrillRecord
 from harness.drills.scenario import Scenario
 from harness.drills.score import BoundStatus, Card, score_run
+from tests import composed
 from tests.analysis.postmortem.causes import INJECTED, blamed
 from tests.distributed import drill_cases
 from tests.distributed.common_part import copy_common_part
@@ -62,11 +67,21 @@ class Table:
     """What such a scenario keeps of its own config: a policy, which changes nothing before the fault."""
     starts: Mapping[str, int] = field(default_factory=dict)
     """Iteration of the fault of a scenario that strikes earlier here."""
+    sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Another size of a fault: for one that grows, what it would have reached by then."""
+    common: Mapping[str, int] = field(default_factory=dict)
+    """Scenario -> number of common steps of those that are trained as it is, if that is not `MARGIN` before the first
+    fault: a rejected update needs no snapshot."""
+    stops: tuple[int, ...] = ()
+    """With a constant learning rate a victim continues a twin that ended this early, if that is nearer to its fault
+    than the common part."""
 
     def drill(self, name: str) -> Scenario:
         """The scenario, with the start of its fault."""
         drill = load(name)
-        return replace(drill, fault=replace(drill.fault, at=self.starts.get(name, drill.fault.at)))
+        return replace(
+            drill, fault=replace(drill.fault, at=self.starts.get(name, drill.fault.at), **self.sizes.get(name, {}))
+        )
 
 
 LONG = Table(
@@ -75,28 +90,70 @@ LONG = Table(
     trained_as={"slow_logit_growth": "rising_lr"},
 )
 """For models that are not tiny, which find some faults later."""
+SHARED = "corrupt_activation"
+"""The scenario whose training config most others have here. It computes every tenth step twice; faults that this must
+not find strike in another step."""
+SKIPPED = (
+    "nan_loss",
+    "nan_activation",
+    "nan_grad",
+    "inf_grad",
+    "big_grad",
+    "bit_flip",
+    "poisoned_batch",
+    "scrambled_batch",
+    "duplicate_batch",
+)
+CORRUPTED = ("corrupt_activation", "corrupt_weight_read", "corrupt_gradient")
+CORRUPTING = ("corrupting_rank", "stuck_bit")
+LASTING = ("bit_flip_weight", "poisoned_burst", "data_shift", "lr_spike")
+SETTLED = ("optimizer_reset", "logit_growth")
+SLOW = ("rising_lr", "slow_logit_growth")
 SHORT = Table(
-    num_steps=80,  # the last fault is found at 78
+    num_steps=80,
     lengths={
-        **dict.fromkeys(("corrupt_activation", "corrupt_weight_read", "corrupt_gradient"), 88),
-        **dict.fromkeys(("corrupting_rank", "stuck_bit"), 88),  # one training config; the last one is checked at 80
-        "data_shift_planned": 88,  # the fault ends at 85
-        "warmup_cut": 66,
-        "fp8_outlier": 64,
-        "fp8_creep": 130,  # found at 111, and bf16 from 122 on
-        "rising_lr": 165,  # found at 151
-        "slow_logit_growth": 165,  # found at 151, and clipped from 152 on
-        "slow_gradient_growth": 175,  # found at 161
+        **dict.fromkeys((*SKIPPED, *CORRUPTED), 73),  # at most one update is rejected, at 70
+        **dict.fromkeys(("repeated_batch", *LASTING), 84),  # the last one is restored or accepted at 78
+        **dict.fromkeys(CORRUPTING, 95),  # both halt before
+        **dict.fromkeys(SETTLED, 115),  # found at 111
+        **dict.fromkeys(SLOW, 146),  # found at 131 and 141, and clipped from 142 on
+        "data_shift_planned": 66,  # the fault ends at 65
+        "warmup_cut": 34,  # the warm-up ends
+        "fp16_overflow": 22,
+        "fp8_outlier": 54,  # found for the third time at 49
+        "fp8_creep": 124,  # found at 111, and bf16 from 122 on
+        "beta2_stale": 114,  # found at 111
+        "slow_gradient_growth": 133,  # found at 121
     },
     trained_as={
-        "slow_logit_growth": "rising_lr",
+        **dict.fromkeys(("repeated_batch", *SKIPPED, *CORRUPTED, *CORRUPTING, *LASTING), SHARED),
+        **dict.fromkeys((*SETTLED, *SLOW), SHARED),
         "beta2_stale": "slow_gradient_growth",
         "fp8_outlier": "fp8_creep",
     },
-    kept={"fp8_outlier": ("sentinel.policy.precision_iterations=8",)},
-    starts={"fp8_creep": 40},
+    kept={"fp8_outlier": ("sentinel.policy.precision_iterations=4",)},
+    starts={
+        **dict.fromkeys(("repeated_batch", *SKIPPED, *CORRUPTING), 68),
+        **dict.fromkeys(LASTING, 74),
+        **dict.fromkeys(SLOW, 92),
+        "optimizer_reset": 106,
+        "data_shift_planned": 50,
+        "warmup_cut": 22,
+        "fp16_overflow": 18,
+        "slow_gradient_growth": 60,
+        "fp8_creep": 62,
+    },
+    sizes={"fp8_creep": {"factor": 700.0}, "logit_growth": {"factor": 1.4}},
+    common={SHARED: 66},
+    stops=(54, 84, 95),
 )
 """For the tiny model on CPU ranks: the runs end soon after what they prove."""
+OWN_OVERRIDES = {
+    "warmup_cut": (CONSTANT, "optim.warmup_steps=34"),
+    "data_shift_planned": ("data.phases=[{from_batch: 50, weights: {synthetic: 0.01}}]",),
+}
+"""Of scenarios whose training config knows the iteration of the fault. Other data does less damage at the end of a
+cosine schedule, so that it is accepted at once."""
 SCENARIOS = (
     "nan_loss",
     "nan_activation",
@@ -145,7 +202,8 @@ def load(name: str) -> Scenario:
 @cache
 def cached_config(overrides: tuple[str, ...]) -> Config:
     """Cached: composed once for all scenarios with the same training config."""
-    return directories.configure(overrides, ())
+    with patch.object(compose, "load", composed.load):
+        return directories.configure(overrides, ())
 
 
 @dataclass(frozen=True)
@@ -158,6 +216,8 @@ class Training:
     """Further ones of the victim."""
     num_steps: int
     num_common_steps: int
+    stop: int | None = None
+    """Length of the twin that the victim continues; None: it continues the common part."""
 
     def common_config(self) -> Config:
         """With a constant learning rate, one for runs of all lengths."""
@@ -175,11 +235,14 @@ def plan_training(name: str, run_overrides: Sequence[str], table: Table) -> Trai
     """The common part ends before the first fault of all scenarios that share it."""
     shared = shared_config(name, run_overrides, table)
     faults = [table.drill(each).fault.at for each in SCENARIOS if shared_config(each, run_overrides, table) == shared]
+    num_common_steps = table.common.get(table.trained_as.get(name, name), (min(faults) - MARGIN) // 5 * 5)
+    stops = [stop for stop in table.stops if num_common_steps < stop <= table.drill(name).fault.at - MARGIN]
     return Training(
         overrides=shared[0],
         kept=table.kept.get(name, ()),
         num_steps=length_of(name, table),
-        num_common_steps=(min(faults) - MARGIN) // 5 * 5,
+        num_common_steps=num_common_steps,
+        stop=max(stops, default=None) if CONSTANT in shared[0] else None,
     )
 
 
@@ -213,15 +276,33 @@ def run_drill(
     if rank is not None:
         drill = replace(drill, fault=replace(drill.fault, rank=rank))
         victim = RunDir(runs / f"drill-{name}-on-{rank}")
-    # two starts, and the time between them means nothing
-    drill = replace(drill, expected=replace(drill.expected, starts=2), bounds=replace(drill.bounds, seconds=None))
     training = plan_training(name, run_overrides, table)
+    copy_part_before_fault(ranks, runs, training, victim)
     twin = train_twin(ranks, runs, training)
-    copy_common_part(ranks, runs, training.common_config(), training.num_common_steps, victim)
+    # the time between the starts means nothing
+    num_starts = 1 + sum(isinstance(event, RunStarted) for event in event_json.read(victim.events))
+    drill = replace(
+        drill,
+        expected=replace(drill.expected, starts=num_starts),
+        bounds=replace(drill.bounds, seconds=None),
+    )
     DrillRecord(name=name, scenario=drill, plan=drill.plan, twin=twin.path.name).write(victim)
     codes = continue_run(ranks, victim, training.config(is_victim=True))
     assert codes == [drill.expected.exit_code] * 2
     return score_run(victim)
+
+
+def copy_part_before_fault(ranks: Pool, runs: Path, training: Training, run: RunDir) -> None:
+    """The part of a run that its twin has too: the common part, or a twin that ended before the fault."""
+    if training.stop is None:
+        copy_common_part(ranks, runs, training.common_config(), training.num_common_steps, run)
+    else:
+        copy_run(train_twin(ranks, runs, replace(training, num_steps=training.stop, stop=None)), run)
+
+
+def copy_run(source: RunDir, target: RunDir) -> None:
+    """Copy a run without its config, because the copy has another name."""
+    shutil.copytree(source.path, target.path, ignore=shutil.ignore_patterns(source.config.name))
 
 
 def train_twin(ranks: Pool, runs: Path, training: Training) -> RunDir:
@@ -231,9 +312,9 @@ def train_twin(ranks: Pool, runs: Path, training: Training) -> RunDir:
         shorter = [replace(training, num_steps=num_steps).twin(runs) for num_steps in range(training.num_steps)]
         found = [each for each in shorter if CONSTANT in training.overrides and each.checkpoints.exists()]
         if found:
-            shutil.copytree(found[-1].path, twin.path, ignore=shutil.ignore_patterns(twin.config.name))
+            copy_run(found[-1], twin)
         else:
-            copy_common_part(ranks, runs, training.common_config(), training.num_common_steps, twin)
+            copy_part_before_fault(ranks, runs, training, twin)
         assert continue_run(ranks, twin, training.config(is_victim=False)) == [EXIT_DONE] * 2
     return twin
 
@@ -246,8 +327,9 @@ def continue_run(ranks: Pool, run: RunDir, cfg: Config) -> list[int]:
 
 def cpu_overrides(name: str) -> tuple[str, ...]:
     """Overrides of a scenario on CPU ranks."""
-    is_shared = load(name).train == load("poisoned_burst").train
-    return RUN_OVERRIDES if is_shared else (*RUN_OVERRIDES, SHORT_SEQUENCES)
+    if SHORT.trained_as.get(name, name) == SHARED:
+        return (*RUN_OVERRIDES, CONSTANT)
+    return (*RUN_OVERRIDES, SHORT_SEQUENCES, *OWN_OVERRIDES.get(name, (CONSTANT,)))
 
 
 def assert_passed(card: Card) -> None:
