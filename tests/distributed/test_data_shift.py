@@ -33,21 +33,26 @@ from tests.distributed.pool import Pool
 
 pytestmark = pytest.mark.full
 
+NUM_STEPS = 62
+SHIFT = 52
+COMMON_STEPS = 40
 STEPS = (
     "model.num_layers=1",
-    "train.num_steps=80",
+    f"train.num_steps={NUM_STEPS}",
     "optim.warmup_steps=5",
     "checkpoint.every_steps=20",
     "checkpoint.good_after_steps=3",
     "checkpoint.ring.every_steps=4",
 )
-SHIFT = 70
-COMMON_STEPS = 60
+
+
+LATER = (f"data.phases=[{{from_batch: {SHIFT}, weights: {{synthetic: 0.002}}}}]", "run.resume=changed")
+"""Overrides that a run is continued with after the common part: the planned change."""
 
 
 def run(ranks: Pool, directory: Path, name: str, fault: Fault | None, *overrides: str) -> RankResult:
     """A run that continues a copy of the part before the fault."""
-    cfg = tiny(*STEPS, *overrides)
+    cfg = tiny(*STEPS, *(override for override in overrides if override not in LATER))
     copy_common_part(ranks, directory.parent, cfg, COMMON_STEPS, RunDir(directory / name))
     results = ranks.run(2, faulty_runs.run, str(directory), fault, f"run.name={name}", *STEPS, *overrides)
     assert len({(result.code, result.state) for result in results}) == 1
@@ -98,13 +103,13 @@ def replay_last_step(ranks: Pool, run: RunDir, factor: float, *overrides: str) -
 
 def test_a_replay_accepts_the_updates_of_a_planned_change(ranks: Pool, tmp_path: Path) -> None:
     """Without the window the gate rejects the first of them."""
-    phases = f"data.phases=[{{from_batch: {SHIFT}, weights: {{synthetic: 0.002}}}}]"
-    mixture = ("data=mixture", "data.sources.synthetic.weight=0.001")
-    unplanned = run(ranks, tmp_path, "unplanned", Fault("data", 0, factor=1.0, batch=SHIFT), *mixture, "data.phases=[]")
+    mixture = ("data=mixture", "data.sources.synthetic.weight=0.001", "data.phases=[]")
+    shift = Fault("data", 0, factor=1.0, batch=SHIFT)
+    unplanned = run(ranks, tmp_path, "unplanned", shift, *mixture)
     assert any(record.refused for record in events_of(StepRecord, unplanned.log))
-    victim = run(ranks, tmp_path, "victim", Fault("data", 0, factor=1.0, batch=SHIFT), *mixture, phases)
+    victim = run(ranks, tmp_path, "victim", shift, *mixture, *LATER)
     assert not any(record.refused for record in events_of(StepRecord, victim.log))
-    found = replay_last_step(ranks, RunDir(tmp_path / "victim"), 1.0, *mixture, phases)
+    found = replay_last_step(ranks, RunDir(tmp_path / "victim"), 1.0, *mixture, *LATER)
     assert (found["left_the_log_at"], found["nature"]) == (None, "deterministic")
 
 
@@ -118,7 +123,7 @@ def test_new_data_is_accepted_and_a_control_with_the_final_ledger_has_the_same_w
     (check,) = [each for each in events_of(Outcome, victim.log) if each.kind is ActionKind.check]
     (request,) = [each for each in events_of(Action, victim.log) if each.kind is ActionKind.check]
     assert check.held_out_loss <= 1.05 * request.level
-    assert sorted(consumed(victim.log)) == list(range(80)), "every batch was trained on once"
+    assert sorted(consumed(victim.log)) == list(range(NUM_STEPS)), "every batch was trained on once"
     ledger = Ledger.load(RunDir(tmp_path / "victim").ledger, writer=False)
     assert ledger.num_excluded == 0
     assert isinstance(ledger.entries[-1], Revocation)
