@@ -22,10 +22,10 @@ from tests.distributed.killable_ranks import KillableRanks, KillAtCall, Place, W
 from tests.distributed.pool import Pool
 from tests.distributed.test_sentinel import check_replay, events_of
 
-NUM_STEPS = "train.num_steps=40"
+NUM_STEPS = "train.num_steps=34"
 STEPS = (*test_sentinel.STEPS, NUM_STEPS, test_sentinel.RARE_CHECKPOINTS, "model.num_layers=1")
 TRIALS = ("sentinel.policy.trials=4", "sentinel.policy.trial_steps=4")
-DAMAGE_AT, COMMON_STEPS = 28, 20
+DAMAGE_AT, COMMON_STEPS = 22, 14
 """The update of this iteration damages the weights: the run rewinds, and is healthy again. Victims and twins continue a
 copy of the part before it."""
 BATCH_TOKENS = 8 * 32
@@ -96,8 +96,8 @@ def test_the_steps_of_a_healthy_trial_are_kept_bit_for_bit(ranks: Pool, tmp_path
 @pytest.mark.full
 def test_a_trial_finds_the_remedy_that_the_ladder_tries_last(ranks: Pool, tmp_path: Path) -> None:
     """The learning rate rises without end. The ladder excludes batches first, which does not help."""
-    overrides = (*HOT, "optim.lr=3", "eval.every_steps=0", "train.num_steps=130", *TRIALS)
-    victim = run(ranks, tmp_path, "victim", None, *overrides, "optim.warmup_steps=130")
+    overrides = (*HOT, "optim.lr=3", "eval.every_steps=0", "train.num_steps=60", *TRIALS)
+    victim = run(ranks, tmp_path, "victim", None, *overrides, "optim.warmup_steps=60")
     trials = events_of(TrialMeasured, victim.log)
     first = trials[: 1 + next(number for number, each in enumerate(trials) if each.remedy == "lower_lr")]
     assert not is_healthy(first[0])
