@@ -44,12 +44,19 @@ def events_of(kind: Any, log: list[Event]) -> list[Any]:
     return [event for event in log if isinstance(event, kind)]
 
 
-def test_the_batch_grows_and_a_resume_on_fewer_ranks_continues_the_order(ranks: Pool, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def whole(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> RankResult:
+    """The run in one piece, on two ranks."""
+    return run_on_ranks(ranks, tmp_path_factory.mktemp("whole"), "whole", None, *SMALL, "train.num_steps=12")
+
+
+def test_the_batch_grows_and_a_resume_on_fewer_ranks_continues_the_order(
+    ranks: Pool, tmp_path: Path, whole: RankResult
+) -> None:
     for size, until in ((2, 3), (1, 6), (2, 12)):
         steps = (f"train.num_steps={until}", "checkpoint.every_steps=20", "run.resume=changed")
         resumed = run_on_ranks(ranks, tmp_path, "resumed", None, *SMALL, *steps, size=size)
         assert resumed.code == 0
-    whole = run_on_ranks(ranks, tmp_path, "whole", None, *SMALL, "train.num_steps=12")
     records, expected = events_of(StepRecord, resumed.log), events_of(StepRecord, whole.log)
     assert [record.cursor for record in records] == [record.cursor for record in expected] == list(range(12))
     tokens = [32 * sum(SIZES[: number + 1]) for number in range(12)]
@@ -68,14 +75,16 @@ def test_the_batch_grows_and_a_resume_on_fewer_ranks_continues_the_order(ranks: 
     assert [BatchSize(*each) for each in recorded] == [BatchSize(0, 4), BatchSize(4, 8), BatchSize(8, 16)]
 
 
-def test_accumulation_over_micro_batches_gives_the_gradient_of_the_whole_batch(ranks: Pool, tmp_path: Path) -> None:
+def test_accumulation_over_micro_batches_gives_the_gradient_of_the_whole_batch(
+    ranks: Pool, tmp_path: Path, whole: RankResult
+) -> None:
     """Loss and gradient norm of every stage equal those of one forward pass over the whole share."""
     steps = ("run.name=a", *SMALL, "train.num_steps=12")
-    code, small = ranks.run(2, cases.run, str(tmp_path / "micro"), *steps)[0]
-    whole_code, whole = ranks.run(2, cases.run, str(tmp_path / "whole"), *steps, "train.micro_batch_size=null")[0]
-    assert code == whole_code == 0
-    assert [record.loss for record in small] == pytest.approx([record.loss for record in whole], rel=2e-5)
-    assert [record.grad_norm for record in small] == pytest.approx([record.grad_norm for record in whole], rel=1e-3)
+    code, at_once = ranks.run(2, cases.run, str(tmp_path), *steps, "train.micro_batch_size=null")[0]
+    assert code == whole.code == 0
+    small = events_of(StepRecord, whole.log)
+    assert [record.loss for record in small] == pytest.approx([record.loss for record in at_once], rel=2e-5)
+    assert [record.grad_norm for record in small] == pytest.approx([each.grad_norm for each in at_once], rel=1e-3)
 
 
 @each_fault
@@ -126,12 +135,13 @@ def test_a_number_of_ranks_that_the_smallest_batch_cannot_feed_is_one_line_and_l
     assert {path: path.read_bytes() for path in (tmp_path / "kept").rglob("*") if path.is_file()} == files
 
 
-def test_ranks_that_do_not_divide_the_batch_share_it_and_continue_the_order(ranks: Pool, tmp_path: Path) -> None:
+def test_ranks_that_do_not_divide_the_batch_share_it_and_continue_the_order(
+    ranks: Pool, tmp_path: Path, whole: RankResult
+) -> None:
     for size, until in ((2, 3), (3, 10), (2, 12)):
         steps = (f"train.num_steps={until}", "checkpoint.every_steps=20", "run.resume=changed")
         resumed = run_on_ranks(ranks, tmp_path, "resumed", None, *SMALL, *steps, size=size)
         assert resumed.code == 0
-    whole = run_on_ranks(ranks, tmp_path, "whole", None, *SMALL, "train.num_steps=12")
     records, expected = events_of(StepRecord, resumed.log), events_of(StepRecord, whole.log)
     assert [(each.cursor, each.tokens) for each in records] == [(each.cursor, each.tokens) for each in expected]
     assert [record.loss for record in records] == pytest.approx([record.loss for record in expected], rel=2e-5)
