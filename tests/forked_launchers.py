@@ -21,8 +21,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, NoReturn
 
+from harness.config import compose
 from harness.control.stop_requests import STOP_SIGNALS
 from harness.core import processes
+from tests import composed
 from tests.cluster.namespaces import enter_namespaces
 from tests.forks import Launched
 
@@ -65,8 +67,18 @@ def parse_command(args: Sequence[str]) -> LauncherCommand | None:
 class ForkedPopen(subprocess.Popen[Any]):
     """`subprocess.Popen` that forks this process where it would start the launcher of a node."""
 
+    @staticmethod
+    def find_command(args: Sequence[str]) -> LauncherCommand | None:
+        """The command to fork; None: start it as usual."""
+        return parse_command(args)
+
+    @staticmethod
+    def may_fork() -> bool:
+        """Whether no other thread can hold a lock, which would stay locked in a fork."""
+        return threading.active_count() == 1
+
     def _execute_child(self, args: Any, *others: Any) -> None:
-        command = parse_command(args) if threading.active_count() == 1 else None
+        command = self.find_command(args) if self.may_fork() else None
         if command is None:
             super()._execute_child(args, *others)  # type: ignore[misc]
             return
@@ -110,8 +122,9 @@ def run_launcher(
 
 
 def fork_launchers() -> None:
-    """Fork launchers in this process from now on."""
+    """Fork launchers in this process from now on, and compose configs from the tree that the fork server has read."""
     subprocess.Popen = ForkedPopen  # type: ignore[misc]
+    compose.load = composed.load
 
 
 def harness(

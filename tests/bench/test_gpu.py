@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
-import signal
 import statistics
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -37,6 +37,8 @@ from tests.bench.gpu.process import Contender, ContenderError
 from tests.bench.gpu.rows import Entry, start_row
 from tests.bench.gpu.setting import Setting
 from tests.bench.gpu.table import MeasuredRow, Table, render
+from tests.forked_launchers import ForkedPopen, LauncherCommand
+from tests.forks import Launched
 
 TINY = ["--models", "tiny", "--sequence", "64", "--batch", "2", "--steps", "2", "--rounds", "2", "--no-compile"]
 GIB = 2**30
@@ -252,21 +254,39 @@ def test_a_failing_row_has_its_message_and_an_own_row_fails_the_run(scripted: Sc
     assert not scripted.bench.is_complete
 
 
-@pytest.fixture
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For contenders on a machine whose other cores are busy: threads that wait for each other take all its time."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def fork_contenders(record: Path) -> None:
+    """Fork all contenders but the peer of another library; record the modules of this harness that the peer imports."""
+
+    class ForkedContender(ForkedPopen):
+        @staticmethod
+        def find_command(args: Sequence[str]) -> LauncherCommand | None:
+            is_forked = Spec.from_json(args[3]).row != "huggingface"
+            return LauncherCommand(args[2], list(args[3:]), ()) if is_forked else None
+
+    def start(spec: Spec) -> Contender:
+        contender = start_contender(spec)
+        if spec.row == "huggingface":
+            record.write_text(json.dumps(contender.modules))
+        return contender
+
+    start_contender = Contender.start
+    vars(subprocess)["Popen"] = ForkedContender
+    Contender.start = start  # type: ignore[method-assign]
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("_one_thread")
-def test_rows_alternate_in_subprocesses(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Real rows of a tiny model, a checkout that does not import, and a row that this machine cannot run."""
+def test_rows_alternate_in_subprocesses(tmp_path: Path) -> None:
+    """Real rows of a tiny model, a checkout that does not import, and a peer, which imports no module that patches
+    torch."""
     (tmp_path / "torchtitan").mkdir()
     (tmp_path / "torchtitan/__init__.py").write_text("raise RuntimeError('broken | checkout')\n")
-    out = tmp_path / "out.json"
+    out, modules = tmp_path / "out.json", tmp_path / "modules.json"
     rows = ["ours-bf16", "torchtitan", "huggingface"]
-    assert main([*TINY, "--rows", *rows, "--torchtitan", str(tmp_path), "--json", str(out)]) == 0
+    arguments = (*TINY, "--rows", *rows, "--torchtitan", str(tmp_path), "--json", str(out))
+    first = partial(fork_contenders, modules)
+    with Launched("tests.bench.gpu.__main__", *arguments, output=tmp_path / "printed", first=first) as process:
+        assert process.wait(timeout=280) == 0, process.stderr
+        printed, errors = process.stdout, process.stderr
     on, off, broken, peer = json.loads(out.read_text())["tables"][0]["rows"]
     assert [row["name"] for row in (on, off, broken)] == [
         *("ours, bf16, sentinel on", "ours, bf16, sentinel off"),
@@ -282,11 +302,21 @@ def test_rows_alternate_in_subprocesses(tmp_path: Path, capfd: pytest.CaptureFix
         first, last = row["losses"]
         assert math.isclose(first, math.log(256), rel_tol=0.02)
         assert last < first, "the loss falls"
-    printed = capfd.readouterr()
-    assert "803,968 parameters, 2 x 64 tokens, 2 rounds of 2 steps, not compiled" in printed.out
-    assert "the sentinel costs " in printed.out
-    assert f"Versions of huggingface: torch {torch.__version__}, transformers " in printed.out
-    assert "broken | checkout" in printed.err
+    assert "803,968 parameters, 2 x 64 tokens, 2 rounds of 2 steps, not compiled" in printed
+    assert "the sentinel costs " in printed
+    assert f"Versions of huggingface: torch {torch.__version__}, transformers " in printed
+    assert "broken | checkout" in errors
+    patching_modules = (
+        "harness.distributed.fsdp",
+        "harness.distributed.torch_private.chunk_cat",
+        "harness.distributed.torch_private.fsdp_param",
+        "harness.kernels",
+        "harness.precision.fp8",
+        "harness.build",
+    )
+    imported = json.loads(modules.read_text())
+    assert "harness.distributed.world" in imported
+    assert not [name for name in imported if name.startswith(patching_modules)]
 
 
 def spec(tmp_path: Path, row: str) -> Spec:
@@ -298,23 +328,15 @@ def test_spec_survives_json(tmp_path: Path) -> None:
     assert Spec.from_json(spec(tmp_path, "huggingface").to_json()) == spec(tmp_path, "huggingface")
 
 
-@pytest.mark.full
-@pytest.mark.usefixtures("_one_thread")
-def test_a_peer_does_not_import_modules_that_patch_torch(tmp_path: Path) -> None:
-    """Also: a killed contender is reported."""
+def test_a_killed_contender_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real process in place of Python, which sends the first reply and is killed."""
+    python = tmp_path / "python"
+    reply = json.dumps({"sides": ["a side"], "device": None, "versions": {}, "modules": ["harness.core"]})
+    python.write_text(f"#!/bin/bash\necho '{reply}' >&$5\nread -r -u $4\nkill -9 $$\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
     contender = Contender.start(spec(tmp_path, "huggingface"))
-    assert contender.sides == ("Hugging Face Llama, FSDP2, block by block",)
-    patching_modules = (
-        "harness.distributed.fsdp",
-        "harness.distributed.torch_private.chunk_cat",
-        "harness.distributed.torch_private.fsdp_param",
-        "harness.kernels",
-        "harness.precision.fp8",
-        "harness.build",
-    )
-    assert not [name for name in contender.modules if name.startswith(patching_modules)]
-    assert contender.run_block(contender.sides[0], 2).step_s > 0
-    os.kill(contender.process.pid, signal.SIGKILL)
+    assert (contender.sides, contender.modules) == (("a side",), ("harness.core",))
     with pytest.raises(ContenderError, match="ended with exit code -9"):
         contender.send_request(do="report")
 
