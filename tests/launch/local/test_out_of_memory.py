@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ from launch.local import out_of_memory
 from launch.local.out_of_memory import MemoryWatch, asked_bytes, describe_shortage, memory_kind
 from launch.local.ranks import RankFailure, render_failure
 from tests.composed import load
-from tests.forks import ROOT
+from tests.forks import Launched
 
 GB = 10**9
 TOO_MUCH = 1 << 50
@@ -168,18 +168,22 @@ BIG_BATCH = [
 """A small state with logits of 8.6 GB, which are one allocation."""
 
 
-def train(cwd: Path, prefix: str) -> subprocess.CompletedProcess[str]:
-    """Start the run in a shell that has run `prefix`."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "MALLOC_ARENA_MAX": "1"}
-    return subprocess.run(
-        ["bash", "-c", f'{prefix} exec "$@"', "bash", sys.executable, "-m", "launch.cli.main", "train", *BIG_BATCH],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def train(cwd: Path, limit: Callable[[], None]) -> str:
+    """A run in a process that has called `limit` first; returns what it printed as errors."""
+    output = cwd / "printed"
+    with Launched("launch.cli.main", "train", *BIG_BATCH, output=output, first=limit, cwd=cwd) as launcher:
+        assert launcher.wait(timeout=300) == 1, launcher.stdout + launcher.stderr
+        return launcher.stderr
+
+
+def limit_address_space() -> None:
+    """3 GB more than this process has, which has imported torch."""
+    size_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size_bytes + 3 * GB,) * 2)
+
+
+def enter_cgroup(group: Path) -> None:
+    (group / "cgroup.procs").write_text(str(os.getpid()))
 
 
 def end_of_run(directory: Path) -> RunEnded:
@@ -193,11 +197,9 @@ def test_a_run_under_an_address_space_limit_says_what_it_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A real allocation fails in the first step; all readers of the run agree."""
-    result = train(tmp_path, "ulimit -v 4000000;")
-    assert result.returncode == 1, result.stdout + result.stderr
-    line = result.stderr.splitlines()[-1]
-    assert line.startswith("harness: rank 0 ran out of memory: needed "), result.stderr
-    assert "Traceback" not in result.stderr
+    stderr = train(tmp_path, limit_address_space)
+    assert stderr.splitlines()[-1].startswith("harness: rank 0 ran out of memory: needed "), stderr
+    assert "Traceback" not in stderr
     ended = end_of_run(tmp_path)
 
     monkeypatch.chdir(tmp_path)
@@ -242,9 +244,7 @@ def test_the_kernels_kill_is_recognised(tmp_path: Path) -> None:
         pytest.skip("needs root and a memory cgroup")
     assert group is not None
     try:
-        result = train(tmp_path, f"echo $$ > {group}/cgroup.procs;")
-        assert result.returncode == 1, result.stdout + result.stderr
-        line = result.stderr.splitlines()[-1]
+        line = train(tmp_path, partial(enter_cgroup, group)).splitlines()[-1]
         assert line.startswith("harness: rank 0 ran out of memory and was killed by the kernel (SIGKILL)"), line
         end_of_run(tmp_path)
     finally:
