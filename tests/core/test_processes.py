@@ -72,8 +72,9 @@ def test_a_post_mortem_ignores_stray_modules(trapped: Path, tmp_path: Path) -> N
 @pytest.mark.full
 def test_a_run_and_its_sink_process_ignore_stray_modules(trapped: Path, tmp_path: Path) -> None:
     """The launcher of a sweep's job, its rank, and the rank's sink process."""
-    overrides = [*TINY, f"run.dir={tmp_path / 'runs'}", "run.name=job", "telemetry.mlflow=true"]
-    overrides.append("telemetry.exit_wait_s=200")
+    alerts = tmp_path / "alerts"
+    overrides = [*TINY, f"run.dir={tmp_path / 'runs'}", "run.name=job", "telemetry.exit_wait_s=200"]
+    overrides.append(f"telemetry.alerts.command.run=[tee,-a,{alerts}]")
     cfg = composed.load(overrides)
     run = locate(cfg)
     prepare_run_dir(cfg, run)
@@ -81,7 +82,7 @@ def test_a_run_and_its_sink_process_ignore_stray_modules(trapped: Path, tmp_path
         codes, _ = scheduler.run_jobs([run], [ResourceSlot(threads=1)], lock, lambda *_: None)
     assert read_log(trapped) == ""
     assert codes == {"job": 0}, (run.logs / "console.txt").read_text()
-    assert json.loads(run.mlflow.read_text())["run_id"]
+    assert [json.loads(line)["kind"] for line in alerts.read_text().splitlines()] == ["finished"]
 
 
 def find_harness(python: Path | str, cwd: Path, search_path: str | None) -> tuple[str, str | None]:
