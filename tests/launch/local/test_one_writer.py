@@ -8,14 +8,17 @@ import hashlib
 import os
 import re
 import signal
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
+import harness.train
 from harness.checkpoint import catalog
 from harness.config.errors import ConfigError
 from harness.core import event_json
@@ -26,7 +29,9 @@ from harness.core.rundir import RunDir, prepare_run_dir
 from launch import train
 from tests import composed
 from tests.distributed import cases
+from tests.forked_launchers import ForkedPopen, LauncherCommand
 from tests.forks import Launched
+from tests.slow_steps import slow_steps
 
 pytestmark = pytest.mark.full
 
@@ -40,7 +45,8 @@ IN_USE = r"harness: run\.name: {run} is in use by pid {pid} on \S+, held for \d+
 
 
 def without_flock() -> None:
-    """Disables flock in this process and all that it forks."""
+    """Disables flock in this process and all that it forks, and slows their training down."""
+    slow_steps(0.05)
 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -100,7 +106,7 @@ def test_a_live_run_is_not_started_twice_and_a_killed_one_restarts_at_once(tmp_p
                 assert second.wait(timeout=200) == 2
                 assert re.fullmatch(line, second.stderr), second.stderr
             torchrun = ("torch.distributed.run", "--nproc-per-node=2", "-m", "harness.train", *overrides(run))
-            with Launched(*torchrun, output=tmp_path / "torchrun") as again:
+            with Launched(*torchrun, output=tmp_path / "torchrun", first=fork_ranks_of_torchrun) as again:
                 assert again.wait(timeout=200) == 1, "torchrun exits with 1 whatever its workers return"
                 assert len(re.findall(line, again.stderr)) == 1, again.stderr
             assert content(run) == before
@@ -112,6 +118,25 @@ def test_a_live_run_is_not_started_twice_and_a_killed_one_restarts_at_once(tmp_p
     seen = directory_lease.read_newest(run.lease)
     assert seen is not None
     assert seen.released
+
+
+class ForkedRank(ForkedPopen):
+    """A rank that torchrun starts."""
+
+    @staticmethod
+    def find_command(args: Sequence[str]) -> LauncherCommand | None:
+        start = args.index("harness.train")
+        return LauncherCommand(__name__, list(args[start:]), ())
+
+
+def fork_ranks_of_torchrun() -> None:
+    subprocess_handler.Popen = ForkedRank  # type: ignore[attr-defined]
+
+
+def main(arguments: list[str]) -> int:
+    """What `python -m harness.train OVERRIDES` does."""
+    sys.argv = arguments
+    return harness.train.main()
 
 
 def saved(run: RunDir) -> dict[str, str]:
