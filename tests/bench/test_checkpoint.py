@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,12 +17,14 @@ from harness.build import build
 from harness.core.rundir import RunDir
 from harness.distributed.shards import local
 from harness.distributed.world import connect, disconnect
+from tests.bench import savers
 from tests.bench.checkpoint import SNAPSHOT, Cost, Measurements, check_restores, measure, measure_save, render
 from tests.bench.intervals import estimate
 from tests.bench.savers import CONTROL, OURS, Contender, Loop, Save, begin_torch, contenders, control, restore_torch
 from tests.composed import load
+from tests.forks import Launched
+from tests.slow_steps import slow_steps
 
-ROOT = Path(__file__).parents[2]
 TINY = [
     "model=tiny",
     "model.dim=32",
@@ -139,13 +139,16 @@ def test_control_trains_and_saves_nothing(loop: Loop) -> None:
 
 @pytest.mark.full
 def test_all_contenders_on_a_tiny_model(tmp_path: Path) -> None:
-    """In a subprocess: torch keeps the process that writes checkpoints alive until its parent exits."""
+    """In a process of its own: torch keeps the process that writes checkpoints alive until its parent exits. The loop
+    trains until that process has started, slowly."""
     arguments = [*TINY, "--rounds", "1", "--restores", "0", "--steps", "1", "--snapshots", "1"]
     out = tmp_path / "costs.json"
-    command = [sys.executable, "-m", "tests.bench.checkpoint", *arguments, "--json", str(out)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
+    slow = partial(slow_steps, 0.05, savers.__name__)
+    with Launched(
+        "tests.bench.checkpoint", *arguments, "--json", str(out), output=tmp_path / "printed", first=slow
+    ) as ended:
+        assert ended.wait(timeout=280) == 0, ended.stderr
+        printed = ended.stdout
     costs = json.loads(out.read_text())["costs"]
     assert list(costs) == [
         SNAPSHOT,
@@ -161,4 +164,4 @@ def test_all_contenders_on_a_tiny_model(tmp_path: Path) -> None:
     for name, (cost,) in costs.items():
         assert cost["called_s"] > 0
         assert math.isnan(cost["restored_s"]) == (name != SNAPSHOT)
-        assert f"| {name} | 1 |" in ended.stdout
+        assert f"| {name} | 1 |" in printed
