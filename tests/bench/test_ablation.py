@@ -20,6 +20,7 @@ from tests.bench.ablation import AblationRun, find_removed, render_table, replac
 from tests.bench.claims import ROOT
 from tests.forked_launchers import ForkedPopen, fork_launchers
 from tests.forks import Launched
+from tests.slow_steps import slow_steps
 
 SMALL = [
     "model.dim=32",
@@ -140,6 +141,7 @@ def fork_launchers_and_wait_for_a_step(directory: Path) -> None:
             return super().wait(timeout)
 
     subprocess.Popen = LimitedPopen  # type: ignore[misc]
+    slow_steps(0.1)
 
 
 @pytest.mark.full
