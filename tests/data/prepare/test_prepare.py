@@ -33,6 +33,7 @@ from harness.data.prepare.parts import has_part, part_path, part_paths, read_par
 from harness.data.prepare.prepare import TokenizeJob, make_part, prepare_corpus, start_tokenizing
 from harness.data.prepare.prepared_files import CorpusFiles, Options
 from harness.data.prepare.tokenizer import EOD_TOKEN, open_tokenizer, train_bpe
+from tests.forks import forks
 from tests.full_disk import may_mount, small_disk
 
 ROOT = Path(__file__).parents[3]
@@ -157,18 +158,25 @@ def test_a_large_vocabulary_needs_wider_tokens(tmp_path: Path) -> None:
     assert documents(tmp_path / "out") == [[70_000]]
 
 
+@pytest.fixture
+def _forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that import nothing. Those of `harness data` are spawned in tests/launch/cli/test_data.py, and below."""
+    monkeypatch.setattr(prepare, "get_context", lambda _: forks())
+
+
 @pytest.mark.full
+@pytest.mark.usefixtures("_forked_workers")
 def test_output_depends_on_nothing_but_input_and_options(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "in.jsonl", embedded_documents())
+    source = write_jsonl(tmp_path / "in.jsonl", embedded_documents()[:20])
     (tmp_path / "more.txt").write_text("more")
     inputs = [source, tmp_path / "more.txt"]
-    first = make(inputs, tmp_path / "a", bpe_size=500, append_eod=True, workers=1, shard=1 << 20)
-    make(inputs, tmp_path / "b", bpe_size=500, append_eod=True, workers=2, shard=20_000)
+    first = make(inputs, tmp_path / "a", bpe_size=300, append_eod=True, workers=1, shard=1 << 20)
+    make(inputs, tmp_path / "b", bpe_size=300, append_eod=True, workers=2, shard=5_000)
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
     assert set(contents(tmp_path / "a")) == {".bin", ".idx", ".counts.npy", ".tokenizer.json", "meta"}
-    assert first["vocab_size"] == 500
-    make(inputs, tmp_path / "c", bpe_size=500, train_fraction=0.5, seed=1)
-    make(inputs, tmp_path / "d", bpe_size=500, train_fraction=0.5, seed=2)
+    assert first["vocab_size"] == 300
+    make(inputs, tmp_path / "c", bpe_size=300, train_fraction=0.5, seed=1)
+    make(inputs, tmp_path / "d", bpe_size=300, train_fraction=0.5, seed=2)
     trained = {name: (tmp_path / f"{name}.tokenizer.json").read_bytes() for name in "acd"}
     assert len(set(trained.values())) == 3
 
@@ -218,10 +226,13 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 200.0) -> None:
 
 @pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for orphans in /proc")
+@pytest.mark.usefixtures("_forked_workers")
 def test_killed_run_resumes_and_gives_the_same_bytes(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", embedded_documents() * 4)
-    arguments = [str(source), "--train-bpe", "500", "--append-eod", "--workers", "2", "--shard-bytes", "10000"]
-    make([source], tmp_path / "whole", bpe_size=500, append_eod=True, workers=2, shard=1 << 20)
+    arguments = [str(source), "--train-bpe", "300", "--append-eod", "--workers", "2", "--shard-bytes", "10000"]
+    arguments += ["--train-fraction", "0.1"]
+    options: dict[str, Any] = {"bpe_size": 300, "append_eod": True, "train_fraction": 0.1}
+    make([source], tmp_path / "whole", **options, shard=1 << 20)
     output = tmp_path / "out"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     for num_parts in (3, 40):
@@ -235,13 +246,14 @@ def test_killed_run_resumes_and_gives_the_same_bytes(tmp_path: Path) -> None:
             wait_until(lambda: not is_alive(pid))  # noqa: B023 -- called at once
         assert not CorpusFiles(output).meta.exists()
         assert not CorpusFiles(output).index.exists()
-    meta = make([source], output, bpe_size=500, append_eod=True, workers=2, shard=10_000)
+    meta = make([source], output, **options, workers=2, shard=10_000)
     num_new = round(meta["timing"]["tokens_per_s"] * meta["timing"]["seconds"])
     assert 0 < num_new < meta["tokens"] * 0.8
     assert contents(output) == contents(tmp_path / "whole")
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("_forked_workers")
 def test_parts_are_reused_only_for_the_same_input(tokenizer_file: Path, tmp_path: Path) -> None:
     texts = embedded_documents()[:20]
     source = write_jsonl(tmp_path / "in.jsonl", [*texts, "last"])
@@ -353,6 +365,7 @@ def broken(path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("_forked_workers")
 @pytest.mark.parametrize(
     ("name", "write", "message"),
     [
