@@ -19,7 +19,7 @@ from tests.forked_launchers import fork_launchers, harness
 PATIENCE_S = 500
 """A drill starts torch several times, which takes long on a busy machine."""
 SMALL = (
-    "train.num_steps=20",
+    "train.num_steps=12",
     "train.sequence_length=32",
     "model.num_layers=1",
     "parallel.device=cpu",
@@ -44,7 +44,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def killed(directory: Path) -> subprocess.CompletedProcess[str]:
-    return run_drill("kill_rank", "drill.fault.at=15", "--no-mlflow", *SMALL, cwd=directory)
+    return run_drill("kill_rank", "drill.fault.at=9", "--no-mlflow", *SMALL, cwd=directory)
 
 
 def test_a_killed_rank_is_survived_and_scored(killed: subprocess.CompletedProcess[str], directory: Path) -> None:
@@ -77,7 +77,7 @@ def step_results(run: RunDir) -> dict[int, tuple[float, float, int]]:
 def test_a_bound_that_does_not_hold_is_exit_code_1(killed: subprocess.CompletedProcess[str], directory: Path) -> None:
     """Reuses the twin of the previous drill."""
     assert killed.returncode == 0
-    args = ("clock_jump", "drill.fault.at=15", "drill.expected.notices=[all is well]", "--no-mlflow", *SMALL)
+    args = ("clock_jump", "drill.fault.at=9", "drill.expected.notices=[all is well]", "--no-mlflow", *SMALL)
     done = run_drill(*args, cwd=directory)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "drill-clock_jump-twin: reused an equal twin, not trained again\n" in done.stderr
@@ -93,6 +93,7 @@ def test_all_scenarios_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(line.startswith("    expects  ") for line in lines) == len(names())
 
 
+@pytest.mark.usefixtures("composed_once")
 @pytest.mark.parametrize(
     ("args", "line"),
     [
@@ -155,6 +156,7 @@ def test_usage_errors_are_one_line_and_leave_nothing_on_disk(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("composed_once")
 def test_a_directory_that_is_not_a_drill_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = tmp_path / "drill-kill_rank-twin" / "kept"
     kept.parent.mkdir()
@@ -169,7 +171,7 @@ def test_a_directory_that_is_not_a_drill_is_not_overwritten(tmp_path: Path, caps
 
 
 def test_a_killed_rank_that_shares_its_sequences_is_survived(tmp_path: Path) -> None:
-    shared = run_drill("kill_rank", "drill.fault.at=15", "--no-mlflow", *SMALL, "parallel.context=2", cwd=tmp_path)
+    shared = run_drill("kill_rank", "drill.fault.at=9", "--no-mlflow", *SMALL, "parallel.context=2", cwd=tmp_path)
     assert shared.returncode == 0, shared.stdout + shared.stderr
     card = json.loads((tmp_path / "runs/drill-kill_rank/score.json").read_text())
     assert card["passed"]
