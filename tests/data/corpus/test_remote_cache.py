@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import os
 import threading
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from harness.data.corpus.remote_cache import CachedFile, cached_file, local_path
 from harness.data.corpus.token_files import expand, open_tokens
 from harness.data.corpus.token_windows import FilesCorpus
 from tests.data.token_files import write_pair
+from tests.forks import forks
 from tests.object_stores import BUCKET, StoreServer, ignore_open_connections, server_fixture
 
 pytestmark = [pytest.mark.full, ignore_open_connections]
@@ -210,7 +211,8 @@ def test_missing_objects_are_named(server: StoreServer, cache: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-def _read_all(url: str, cache: str, barrier: object, results: object) -> None:
+def _read_all(environment: dict[str, str], url: str, cache: str, barrier: object, results: object) -> None:
+    os.environ.update(environment)  # with the keys of the store, which the fork server does not have
     use_cache(RemoteDataConfig(cache_dir=cache, block_kb=BLOCK // 1024, retry_s=20))
     tokens = open_tokens(url, dtype=TokenDtype.auto, key=KEY)
     barrier.wait()  # type: ignore[attr-defined]
@@ -218,11 +220,12 @@ def _read_all(url: str, cache: str, barrier: object, results: object) -> None:
 
 
 def test_processes_of_one_machine_fetch_each_block_once(server: StoreServer, cache: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = forks()
     barrier, results = context.Barrier(2), context.Queue()
     before = server.count_reads(PATH)
     processes = [
-        context.Process(target=_read_all, args=(server.url(PATH), str(cache), barrier, results)) for _ in range(2)
+        context.Process(target=_read_all, args=(dict(os.environ), server.url(PATH), str(cache), barrier, results))
+        for _ in range(2)
     ]
     for process in processes:
         process.start()
