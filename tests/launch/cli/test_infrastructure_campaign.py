@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import threading
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,15 +16,20 @@ from harness.core import event_json
 from harness.core.events import RunStarted, StepRecord
 from harness.core.rundir import RunDir
 from harness.faults.fault_plan import FaultKind
+from launch.drills import infrastructure_run
 from launch.drills.fault_environment import UnavailableError, find_unshare
+from tests.forked_launchers import ForkedPopen, fork_launchers
 from tests.launch.cli.test_drill import PATIENCE_S, SMALL, run_drill
+from tests.slow_steps import slow_steps
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(2 * PATIENCE_S)]
 
 SEED = "104"
 """Draws full_disk at 0.4 s, then kill_node at 0.9 s."""
 OPTIONS = ("--infrastructure", "--seed", SEED, "--minutes", "0.00625", "--every", "0.5", "--goal", "0.01")
-NUM_STEPS = 90
+NUM_STEPS = 40
+SLEEP_S = 0.08
+"""Of each step, so that few steps take longer than the schedule."""
 CHECKPOINT_EVERY = 10
 OFTEN = (
     f"train.num_steps={NUM_STEPS}",
@@ -30,13 +39,50 @@ OFTEN = (
 )
 
 
+ATTENDANT_RUNS = threading.Lock()
+"""Held by the thread of the campaign that attends to the run, unless it waits for its next round."""
+
+
+class Pause(threading.Event):
+    """What that thread waits for."""
+
+    has_waited = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if self.has_waited:
+            ATTENDANT_RUNS.release()
+        is_over, self.has_waited = super().wait(timeout), True
+        if not is_over:
+            ATTENDANT_RUNS.acquire()
+        return is_over
+
+
+class PopenBesideAttendant(ForkedPopen):
+    """Forks while the attendant waits."""
+
+    @staticmethod
+    def may_fork() -> bool:
+        return True
+
+    def _execute_child(self, args: Any, *others: Any) -> None:
+        with ATTENDANT_RUNS if self.find_command(args) else nullcontext():
+            super()._execute_child(args, *others)
+
+
+def fork_slow_launchers() -> None:
+    fork_launchers()
+    slow_steps(SLEEP_S)
+    vars(subprocess)["Popen"] = PopenBesideAttendant
+    vars(infrastructure_run)["Event"] = Pause
+
+
 def test_a_run_survives_a_full_disk_and_a_killed_launcher(tmp_path: Path) -> None:
     """Its checkpoints are on a disk of its own, which outlives the launcher."""
     try:
         find_unshare(FaultKind.full_disk)
     except UnavailableError as error:
         pytest.skip(str(error))
-    done = run_drill("campaign", *OPTIONS, *SMALL, *OFTEN, cwd=tmp_path)
+    done = run_drill("campaign", *OPTIONS, *SMALL, *OFTEN, cwd=tmp_path, first=fork_slow_launchers)
     assert done.returncode == 0, done.stdout + done.stderr
     root = tmp_path / f"runs/campaign-{SEED}-infrastructure"
     report = json.loads((root / "campaign.json").read_text())
