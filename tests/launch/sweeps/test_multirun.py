@@ -30,6 +30,7 @@ from tests import composed, forked_launchers
 from tests.forks import Launched
 from tests.full_disk import fill, may_mount, small_disk
 from tests.launch.cli.test_main import TINY
+from tests.slow_steps import slow_steps
 
 pytestmark = pytest.mark.full
 
@@ -96,13 +97,19 @@ def test_a_failed_job_does_not_stop_the_sweep_and_a_rerun_completes_it(
     assert (sweep / "report-optim.lr.png").exists()
 
 
+def fork_slow_launchers() -> None:
+    forked_launchers.fork_launchers()
+    slow_steps(0.1)
+
+
 def test_a_sweep_that_is_stopped(tmp_path: Path) -> None:
     overrides = [*TINY, "telemetry.postmortem=no", "train.num_steps=1000000", "launch.at_once=1", "run.name=long"]
     overrides.append("optim.lr=1e-3,2e-3")
     first = tmp_path / "runs" / "long" / "optim.lr=0.001"
     arguments = ("train", "--multirun", *overrides)
-    fork = forked_launchers.fork_launchers
-    with Launched("launch.cli.main", *arguments, output=tmp_path / "output", first=fork, cwd=tmp_path) as process:
+    with Launched(
+        "launch.cli.main", *arguments, output=tmp_path / "output", first=fork_slow_launchers, cwd=tmp_path
+    ) as process:
         deadline_s = time.monotonic() + PATIENCE_S
         while not (first / "events.jsonl").exists() or not any(
             isinstance(event, StepRecord) for event in read(first / "events.jsonl")
