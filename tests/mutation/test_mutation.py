@@ -163,7 +163,7 @@ def test_a_mutant_that_hangs_is_killed(tmp_path: Path) -> None:
     """Every mutant of this module hangs, so that the result does not depend on the speed of the machine."""
     (tmp_path / "hanging.py").write_text("def wait(flag=False):\n    while flag: pass\n")
     (tmp_path / "test_hanging.py").write_text("from hanging import wait\n\ndef test_wait():\n    wait()\n")
-    code, output = run(tmp_path, "hanging.py", "--tests", "test_hanging.py", "--timeout", "1", "--jobs", "2")
+    code, output = run(tmp_path, "hanging.py", "--tests", "test_hanging.py", "--timeout", "0.3", "--jobs", "2")
     assert code == 0, output
     assert "hanging.py: 2 of 2 mutants, 2 killed (2 by the timeout), 0 equivalent, 0 survived" in output
 
