@@ -7,10 +7,11 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
@@ -41,6 +42,7 @@ from harness.telemetry.sinks.mlflow_sink import MlflowSink
 from harness.telemetry.sinks.sink import SinkKind
 from harness.telemetry.sinks.store_uri import tracking_uri
 from harness.telemetry.sinks.trainer_watch import Trainer
+from tests.forks import forks
 
 MakeRun = Callable[..., tuple[RunDir, Config]]
 MakeStep = Callable[..., StepRecord]
@@ -324,6 +326,21 @@ def test_a_store_that_accepts_half_a_batch_loses_nothing(
     assert max(calls) == 1000
 
 
+def send_together(runs: Sequence[str]) -> None:
+    """Send each run from a process of its own, forked from this one, which has imported MLflow for all of them."""
+    import_module("mlflow.tracking")
+    senders = [forked_sender(run) for run in runs]
+    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(sender, 0)[1]) for sender in senders))
+
+
+def forked_sender(run: str) -> int:
+    """The pid of a process that is what `python -m harness.telemetry.sinks RUN` is."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(main([run]))
+    return pid
+
+
 @pytest.mark.full
 def test_runs_that_start_together_share_one_new_database(
     ready_store: Path, make_run: MakeRun, make_step: MakeStep, ended: RunEnded
@@ -332,10 +349,10 @@ def test_runs_that_start_together_share_one_new_database(
     runs = [make_run(f"run-{index}") for index in range(2)]
     for run, _ in runs:
         append(run, make_step(0), ended)
-    command = [sys.executable, "-m", "harness.telemetry.sinks"]
-    senders = [subprocess.Popen([*command, str(run.path)], stderr=subprocess.PIPE, text=True) for run, _ in runs]
-    complaints = [sender.communicate(timeout=200)[1] for sender in senders]
-    assert [sender.returncode for sender in senders] == [0, 0], complaints
+    senders = forks().Process(target=send_together, args=([str(run.path) for run, _ in runs],))
+    senders.start()
+    senders.join(200)
+    assert senders.exitcode == 0
     seen = [read_stored(cfg, run)[1] for run, cfg in runs]
     assert len({view.info.run_id for view in seen}) == 2
     assert len({view.info.experiment_id for view in seen}) == 1
