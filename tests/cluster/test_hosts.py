@@ -42,13 +42,15 @@ POLL_S = 0.3
 PORT = 29500
 SECRET = "-".join(("hf", "fedcba9876543210"))
 """In two pieces: the manifest holds the uncommitted diff of the code, which may include this file."""
-NUM_STEPS = 120
+SLEEP_S = 0.2
+"""Of each iteration, so that a run takes few steps between two looks at it."""
+NUM_STEPS = 40
 OVERRIDES = (
     "parallel.device=cpu",
     "model.num_layers=1",
     f"train.num_steps={NUM_STEPS}",
     "optim.warmup_steps=10",
-    "checkpoint.every_steps=10",
+    "checkpoint.every_steps=5",
     "checkpoint.good_after_steps=2",
 )
 LAUNCH = (
@@ -60,7 +62,7 @@ LAUNCH = (
 RING_STEPS = 5
 REPLICATED_S = 2.0
 """Within this time a snapshot is hashed and sent to the partner."""
-COMPARED_STEPS = 50
+COMPARED_STEPS = 24
 CONSTANT = "optim.schedule=constant"
 ELASTIC = (
     CONSTANT,
@@ -104,6 +106,7 @@ def start_node(hosts: Hosts, run: RunDir, node: int, *, num_nodes: int) -> Launc
         str(node),
         output=run.path.parent / f"node-{node}",
         environment={"HUB_TOKEN": SECRET},
+        sleep_s=SLEEP_S,
     )
 
 
@@ -144,7 +147,7 @@ def test_a_run_survives_a_lost_host_and_a_cut_cable_bit_identically(hosts: Hosts
     run = create_run(tmp_path, "run")
 
     agents = start(hosts, run)
-    wait_until_trained(run, 15, agents)
+    wait_until_trained(run, 6, agents)
     hosts.crash(2)
     code, err = wait_for_end(agents[0], DETECTED_WITHIN_S)
     assert (code, err.splitlines()[-1]) == (1, "harness: node 0 (host1) stops: node 1 (host2) is gone")
@@ -152,7 +155,7 @@ def test_a_run_survives_a_lost_host_and_a_cut_cable_bit_identically(hosts: Hosts
     hosts.boot(2)
 
     agents = start(hosts, run)
-    wait_until_trained(run, 15, agents)
+    wait_until_trained(run, 6, agents)
     hosts.cut(2)
     lines = []
     for agent in agents:
@@ -166,7 +169,7 @@ def test_a_run_survives_a_lost_host_and_a_cut_cable_bit_identically(hosts: Hosts
     single = RunDir(tmp_path / "single" / "run")
     shutil.copytree(run.path, single.path)
     agents = start(hosts, run)
-    wait_until_trained(run, 10, agents)
+    wait_until_trained(run, 4, agents)
     (pid_file,) = (directory / "rank-1.pid" for directory in newest_logs(run))
     hosts.kill(2, int(pid_file.read_text()))
     ends = [wait_for_end(agent, STARTED_WITHIN_S) for agent in agents]
