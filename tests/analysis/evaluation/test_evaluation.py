@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,7 @@ from harness.config.errors import EXIT_CRASHED, EXIT_DONE
 from harness.config.schema import Config
 from harness.core import event_json
 from harness.core.event_json import from_json, to_json
-from harness.core.events import RunEnded, RunRestarted, TaskEvaluated
+from harness.core.events import RunEnded, RunRestarted, StepRecord, TaskEvaluated
 from harness.core.rundir import RunDir
 from harness.telemetry.evaluation_process import EVALUATION_LOG, EvaluationProcess
 from harness.telemetry.sinks.metrics import metrics_of
@@ -44,6 +43,7 @@ dataset_kwargs:
   data_files:
     test: {file}
 test_split: test
+process_docs: !function slow.load
 output_type: multiple_choice
 doc_to_text: "{{{{question}}}}"
 doc_to_choice: "{{{{choices}}}}"
@@ -53,6 +53,15 @@ metric_list:
     aggregation: mean
     higher_is_better: true
 """
+LOAD_SLOWLY = """\
+import time
+seconds = [40]
+def load(rows):
+    if seconds:
+        time.sleep(seconds.pop())
+    return rows
+"""
+"""Once: the evaluation takes longer than a start may take, and longer than a rank may stand still."""
 NUM_EXAMPLES = 6
 
 
@@ -63,6 +72,7 @@ def write_task(directory: Path) -> None:
         for number in range(NUM_EXAMPLES)
     ]
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "slow.py").write_text(LOAD_SLOWLY)
     (directory / "bytes_task.yaml").write_text(TASK.format(file=directory / "rows.jsonl"))
 
 
@@ -72,6 +82,7 @@ def set_environment(variables: dict[str, str]) -> None:
 
 @pytest.mark.full
 def test_checkpoints_of_a_run_are_evaluated_beside_it(tmp_path: Path) -> None:
+    """The run waits for the last evaluation, and is not taken for hung meanwhile."""
     pytest.importorskip("lm_eval")
     write_task(tmp_path / "tasks")
     arguments = [
@@ -81,14 +92,17 @@ def test_checkpoints_of_a_run_are_evaluated_beside_it(tmp_path: Path) -> None:
         "checkpoint.every_steps=4",
         "eval.harness=[bytes_task]",
         f"eval.harness_tasks_dir={tmp_path}/tasks",
-        "launch.nproc=1",
+        "eval.harness_exit_wait_s=500",
+        "launch.nproc=2",
+        "launch.start_within_s=20",
+        "launch.hang_after_s=20",
         f"run.dir={tmp_path}",
         "run.name=first",
     ]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
     output = tmp_path / "output"
     with Launched("launch.train", *arguments, output=output, first=partial(set_environment, offline)) as launched:
-        assert launched.wait(timeout=280) == 0, launched.stderr
+        assert launched.wait(timeout=400) == 0, launched.stderr
         printed = launched.stdout + launched.stderr
     run = RunDir(tmp_path / "first")
     log = (run.logs / "evaluation.log").read_text()
@@ -101,6 +115,9 @@ def test_checkpoints_of_a_run_are_evaluated_beside_it(tmp_path: Path) -> None:
     assert last.metrics["acc"] == 0.5, "the same two texts, each right in half of the rows"
     assert last.num_examples == NUM_EXAMPLES
     assert isinstance(found[-1], RunEnded), "the sinks get the result before the run ends"
+    assert found[-1].exit_code == 0
+    assert last.time - max(event.time for event in found if isinstance(event, StepRecord)) > 20
+    assert not any(isinstance(event, RunRestarted) for event in found)
     assert "step 8: bytes_task: acc 0.5" in printed
     assert json.loads((run.evaluations / f"{last.directory}.json").read_text())["tasks"]["bytes_task"] == last.metrics
     assert [path.name for path in run.evaluations.iterdir() if path.name.startswith(".")] == []
@@ -109,29 +126,6 @@ def test_checkpoints_of_a_run_are_evaluated_beside_it(tmp_path: Path) -> None:
     story.read_more(run)
     data = page_data(run, story, now_s=0.0)
     assert list(data["tasks"]["columns"]) == ["bytes_task acc"]
-
-
-SLOW_LIBRARY = {
-    "__init__.py": """\
-import time
-def simple_evaluate(**_):
-    time.sleep(40)
-    return {"results": {"slow": {"acc,none": 0.5}}}
-""",
-    "models/__init__.py": "",
-    "models/huggingface.py": "def HFLM(**_): pass",
-    "tasks/__init__.py": """\
-class TaskManager:
-    def __init__(self, **_): pass
-    def match_tasks(self, names): return names
-""",
-}
-"""A stand-in for lm_eval whose evaluation takes longer than a start may take."""
-
-
-def use_slow_library(parent: Path) -> None:
-    sys.path.insert(0, str(parent))
-    os.environ["PYTHONPATH"] = str(parent)
 
 
 def save_damaged(run: RunDir, step: int) -> str:
@@ -218,25 +212,6 @@ def test_evaluations_go_on_after_the_storage_and_a_checkpoint_failed(
     warning, *others = capsys.readouterr().err.splitlines()
     assert re.match(r"warning: the last checkpoint was not evaluated: .* step-00000008-gen-0: not evaluated: ", warning)
     assert not others
-
-
-@pytest.mark.full
-def test_a_run_that_waits_for_its_last_evaluation_is_not_hung(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    for name, text in SLOW_LIBRARY.items():
-        path = tmp_path / "lib" / "lm_eval" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    limits = ["launch.start_within_s=20", "launch.hang_after_s=20", "eval.harness_exit_wait_s=500"]
-    place = [f"run.dir={tmp_path}", "run.name=first", "launch.nproc=2", "eval.harness=[slow]"]
-    first = partial(use_slow_library, tmp_path / "lib")
-    with Launched("launch.train", *cases.TINY, *limits, *place, output=tmp_path / "output", first=first) as launched:
-        assert launched.wait(timeout=400) == 0, launched.stderr
-    found = list(event_json.read(RunDir(tmp_path / "first").events))
-    assert [event.metrics for event in found if isinstance(event, TaskEvaluated)] == [{"acc": 0.5}]
-    assert not any(isinstance(event, RunRestarted) for event in found)
-    assert isinstance(found[-1], RunEnded)
-    assert found[-1].exit_code == 0
 
 
 def test_an_event_becomes_metrics_and_is_read_back() -> None:
