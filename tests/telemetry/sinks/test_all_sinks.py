@@ -9,6 +9,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,13 @@ from harness.telemetry.sinks.sink import SinkKind, progress_file
 from harness.telemetry.sinks.sink_process import SINK_MODULE
 from tests.distributed import cases
 from tests.forks import Launched
+from tests.slow_steps import slow_steps
 from tests.telemetry.sinks.wandb_reader import read_back
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+SLOW = partial(slow_steps, 0.1)
+"""While sink processes import their libraries, two ranks would take hundreds of steps."""
 
 
 def script(path: Path, output: Path) -> Path:
@@ -60,7 +65,7 @@ def test_every_sink_has_the_losses_of_a_run(tmp_path: Path) -> None:
     more = ("telemetry.mlflow=true", *sinks, "telemetry.wandb.mode=offline", "telemetry.system_every_s=0.2")
     run = RunDir(tmp_path / "runs" / "all")
     args = overrides(tmp_path, "all", *more, "train.num_steps=2000", "checkpoint.every_steps=1000")
-    with Launched("launch.cli.main", "train", *args, output=tmp_path / "output") as process:
+    with Launched("launch.cli.main", "train", *args, output=tmp_path / "output", first=SLOW) as process:
         wait_until(lambda: target_file(run).exists() and read_metrics(run).get("harness_step", 0) > 5, "a live scrape")
         (run.path / "STOP").touch()
         assert process.wait(timeout=120) == 75, process.stderr
@@ -108,7 +113,7 @@ def test_a_hung_rank_and_the_end_of_its_run_are_alerted(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "runs" / "hung")
     limits = ("launch.hang_after_s=4", "launch.hang_steps=1", "launch.max_restarts=0")
     args = overrides(tmp_path, "hung", "train.num_steps=100000", *limits)
-    with Launched("launch.cli.main", "train", *args, output=tmp_path / "output") as process:
+    with Launched("launch.cli.main", "train", *args, output=tmp_path / "output", first=SLOW) as process:
         wait_until(lambda: has_moved(run), "two ranks train")
         beat = heartbeat.read(heartbeat.heartbeat_file(run, 1))
         assert beat is not None
@@ -128,7 +133,7 @@ def test_a_restart_inside_the_job_is_no_failure(tmp_path: Path) -> None:
     """The sink process of the old rank 0 says that the ranks start again; that of the new one goes on."""
     run = RunDir(tmp_path / "runs" / "again")
     args = overrides(tmp_path, "again", "telemetry.mlflow=true", "train.num_steps=100000")
-    with Launched("launch.cli.main", "train", *args, output=tmp_path / "output") as process:
+    with Launched("launch.cli.main", "train", *args, output=tmp_path / "output", first=SLOW) as process:
         wait_until(lambda: has_moved(run) and bool(status_in_mlflow(run)), "two ranks train, and MLflow has the run")
         old = sink_processes(run)
         assert len(old) == 1
@@ -168,4 +173,4 @@ def sink_processes(run: RunDir) -> set[str]:
 
 def has_moved(run: RunDir) -> bool:
     beats = [heartbeat.read(heartbeat.heartbeat_file(run, rank)) for rank in range(2)]
-    return all(beat is not None and beat.iteration > 20 for beat in beats)
+    return all(beat is not None and beat.iteration > 3 for beat in beats)
