@@ -53,8 +53,15 @@ KINDS = list(ActivationCheckpointing)
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
+    """Compiles for this test alone. After models with other head sizes in the same process, of other files too, the
+    compiler would take any head size, and torch 2.11 cannot compile `flex_attention` for that."""
+    forget_compiled_blocks()
     with fast_attention():
         yield
+    forget_compiled_blocks()
+
+
+def forget_compiled_blocks() -> None:
     torch._dynamo.reset()
     harness.model.attention_layer._compiled_attend_blocks.cache_clear()
 
