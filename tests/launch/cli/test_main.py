@@ -194,9 +194,10 @@ def test_a_start_is_requeued_only_if_its_storage_failed() -> None:
 
 
 def test_ctrl_c_during_imports_is_no_traceback(tmp_path: Path) -> None:
-    """Of the module of the command."""
+    """Of the module of the command. A process that is started in the background ignores the signal."""
     script = (
         "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from launch.cli import main\n"
         "class Interrupt:\n"
         "    def find_spec(self, name, path, target=None):\n"
