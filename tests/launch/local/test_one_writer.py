@@ -9,11 +9,13 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import current_thread
 
 import pytest
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
@@ -122,6 +124,11 @@ def test_a_live_run_is_not_started_twice_and_a_killed_one_restarts_at_once(tmp_p
 
 class ForkedRank(ForkedPopen):
     """A rank that torchrun starts."""
+
+    @staticmethod
+    def may_fork() -> bool:
+        """The keep-alive timer of torchrun waits for five seconds before it does anything, and holds no lock."""
+        return all("KeepAlive" in thread.name for thread in threading.enumerate() if thread is not current_thread())
 
     @staticmethod
     def find_command(args: Sequence[str]) -> LauncherCommand | None:
