@@ -198,8 +198,7 @@ def test_a_stopped_run_says_how_to_continue(number: signal.Signals, tmp_path: Pa
     """Ctrl-C, which reaches all processes, and the death of a worker."""
     lines = "".join(json.dumps({"text": text}) + "\n" for text in embedded_documents() * 4)
     (tmp_path / "in.jsonl").write_text(lines)
-    arguments = ["in.jsonl", "--output", "out", "--train-bpe", "300", "--workers", "1", "--shard-bytes", "9000"]
-    arguments += ["--train-fraction", "0.1"]
+    arguments = ["in.jsonl", "--output", "out", "--train-bpe", "400", "--workers", "1", "--shard-bytes", "9000"]
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a test suite in the background ignores SIGINT
     process = subprocess.Popen(
         build_command("prepare", *arguments),
