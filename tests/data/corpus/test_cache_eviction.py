@@ -257,7 +257,7 @@ def test_processes_that_share_a_small_cache_read_what_the_store_has_also_when_ot
     num_killed = 0
     for seed in range(100, 112):
         victim = start(seed, 10**9, ignored)
-        time.sleep(0.25)
+        time.sleep(0.4)
         os.kill(victim.pid, signal.SIGKILL)
         victim.join()
         num_killed += victim.exitcode == -signal.SIGKILL
