@@ -33,11 +33,13 @@ LONGEST_FIRST = (
     "test_node_drills",
     "test_drill",
     "test_parallel",
+    "test_layers",
     "test_sentinel",
     "test_batch_size_warmup",
     "test_precision_phases",
     "test_multirun",
     "test_sink_process",
+    "test_alert_sink",
     "test_all_sinks",
     "test_signals",
     "test_no_sync",
@@ -52,7 +54,6 @@ LONGEST_FIRST = (
     "test_in_a_run",
     "test_rerun",
     "test_other_runs",
-    "test_determinism",
     "test_pod",
     "test_ablation",
     "test_shared_memory",
@@ -63,7 +64,6 @@ LONGEST_FIRST = (
     "test_rare_burst",
     "test_mutation",
     "test_data_shift",
-    "test_stalls",
     "test_moments",
     "test_elastic",
     "test_resume",
@@ -111,10 +111,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False
 
 
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """A worker a core. The full tests get one more, because those of launchers, servers and Slurm mostly wait."""
-    is_full = bool(config.option.markexpr == "full")
-    return min(num_cores() + is_full, 8)
+def pytest_xdist_auto_num_workers() -> int:
+    """A worker more than cores, because tests of launchers, servers and Slurm mostly wait."""
+    return min(num_cores() + 1, 8)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
